@@ -1,0 +1,69 @@
+# `make demo` and `make test` each work as the first and only command after a clone.
+# PYTHON=/path/to/python chooses the interpreter that the environment is made from (3.11 or newer).
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.installed
+
+# the first that runs and is new enough; a launcher of that name may exist and still not start
+PYTHON ?= $(shell for candidate in python3.11 python3 python3.12 python3.13; do \
+	if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; \
+	then echo $$candidate; break; fi; done)
+
+# arguments handed on: make demo ARGS="--help", make test ARGS="-k memory"
+ARGS ?=
+PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 4
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-slow check style build clean
+
+help:
+	@echo 'make demo       train, evaluate and sample a small model on the text in this repository (minutes)'
+	@echo 'make test       the tests that need no network and are not marked slow'
+	@echo 'make test-slow  the tests marked slow'
+	@echo 'make check      ruff, formatting, mypy'
+	@echo 'make style      let ruff repair and format'
+	@echo 'make build      source distribution and wheel in dist/'
+	@echo 'make venv       only create or update the environment $(VENV)'
+	@echo 'make clean      remove environments, caches and build output'
+
+venv: $(READY)
+
+# torch alone and first: its version decides which build of it pip takes, before anything else asks for "a torch"
+$(READY): pyproject.toml constraints.txt
+	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer was not found; name one with PYTHON=...' >&2; exit 1; }
+	@echo 'Installing into $(VENV): a few minutes the first time.'
+	@rm -f $@
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --constraint constraints.txt $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/hf-txl demo $(ARGS)
+
+# one thread per test process: the processes share the cores
+test test-slow: export OMP_NUM_THREADS ?= 1
+
+test: $(READY)
+	$(PYTEST) -m 'not slow and not network' $(ARGS)
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m 'slow and not network' $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+style: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+build: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build
+
+clean:
+	rm -rf $(VENV) .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

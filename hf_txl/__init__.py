@@ -1,0 +1,30 @@
+"""Transformer-XL for transformers: importing this package registers model type `transfo-xl` with the Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from .cache_transfo_xl import TransfoXLMemory
+from .configuration_transfo_xl import TransfoXLConfig
+from .modeling_transfo_xl import (
+    TransfoXLForCausalLM,
+    TransfoXLForSequenceClassification,
+    TransfoXLLMHeadModel,
+    TransfoXLModel,
+    TransfoXLPreTrainedModel,
+)
+
+__version__ = "0.1.0.dev0"
+
+AutoConfig.register("transfo-xl", TransfoXLConfig, exist_ok=True)
+AutoModel.register(TransfoXLConfig, TransfoXLModel, exist_ok=True)
+AutoModelForCausalLM.register(TransfoXLConfig, TransfoXLForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(TransfoXLConfig, TransfoXLForSequenceClassification, exist_ok=True)
+
+__all__ = [
+    "TransfoXLConfig",
+    "TransfoXLForCausalLM",
+    "TransfoXLForSequenceClassification",
+    "TransfoXLLMHeadModel",
+    "TransfoXLMemory",
+    "TransfoXLModel",
+    "TransfoXLPreTrainedModel",
+]

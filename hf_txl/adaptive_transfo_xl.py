@@ -1,0 +1,248 @@
+"""Adaptive embedding and adaptive softmax: a vocabulary cut by frequency into buckets of falling width.
+
+Bucket 0 is the shortlist of frequent tokens, the others are clusters of rarer ones. Follows `AdaptiveEmbedding` and
+`ProjectedAdaptiveLogSoftmax` of the original PyTorch code ([Dai et al., 2019](https://arxiv.org/abs/1901.02860);
+[Grave et al., 2017](https://arxiv.org/abs/1609.04309)) with the cluster order of its TensorFlow twin: the softmax head
+holds the shortlist and then one column per cluster, in order. Both are apart from the model since they share nothing
+with it but the width of the hidden states.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from .configuration_transfo_xl import TransfoXLConfig
+
+# logits of one bucket that are held at once while scoring: 2**25 float32 numbers are 128 MiB
+MAX_LOGITS = 2**25
+
+# T tokens   V vocabulary   S size of a bucket   E width of a bucket's embeddings
+
+
+def make_projections(config: TransfoXLConfig) -> nn.ParameterDict:
+    """One `(d_model, E)` matrix per bucket that has one, under the bucket's number."""
+    num_buckets = 1 if config.div_val == 1 else config.num_clusters + 1
+    return nn.ParameterDict(
+        {
+            str(bucket): nn.Parameter(torch.empty(config.d_model, config.bucket_width(bucket)))
+            for bucket in range(num_buckets)
+            if config.has_projection(bucket)
+        }
+    )
+
+
+class AdaptiveEmbedding(nn.Module):
+    """Token embedding whose width falls with rarity, projected to `d_model` and scaled by its square root."""
+
+    def __init__(self, config: TransfoXLConfig):
+        super().__init__()
+        self.bucket_ends = config.bucket_ends
+        self.scale = config.d_model**0.5
+        # published name; one table for the whole vocabulary where no cluster is narrower
+        self.emb_layers = nn.ModuleList()
+        if config.div_val == 1:
+            self.emb_layers.append(nn.Embedding(config.vocab_size, config.d_embed))
+        else:
+            starts = [0, *config.cutoffs]
+            for bucket, (start, end) in enumerate(zip(starts, self.bucket_ends, strict=True)):
+                self.emb_layers.append(nn.Embedding(end - start, config.bucket_width(bucket)))
+        self.emb_projs = make_projections(config)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Look up tokens.
+
+        Every bucket is looked up for every token and the right one kept: the widths fall so fast that this costs
+        little, and the shapes depend on no data (no host synchronisation; `torch.compile` and `torch.export` work).
+
+        Args:
+            input_ids (`torch.Tensor` of shape `(batch_size, sequence_length)`): Token ids, below `vocab_size`.
+
+        Returns:
+            `torch.Tensor` of shape `(batch_size, sequence_length, d_model)`.
+        """
+        if len(self.emb_layers) == 1:
+            return self._project(self.emb_layers[0](input_ids), 0) * self.scale
+        embeddings = None
+        start = 0
+        for bucket, (end, table) in enumerate(zip(self.bucket_ends, self.emb_layers, strict=True)):
+            rows = (input_ids - start).clamp(0, end - start - 1)
+            candidate = self._project(table(rows), bucket)
+            if embeddings is None:
+                embeddings = candidate
+            else:
+                embeddings = torch.where((input_ids >= start)[..., None], candidate, embeddings)
+            start = end
+        return embeddings * self.scale
+
+    def _project(self, embeddings: torch.Tensor, bucket: int) -> torch.Tensor:
+        name = str(bucket)
+        return F.linear(embeddings, self.emb_projs[name]) if name in self.emb_projs else embeddings
+
+
+class AdaptiveLogSoftmax(nn.Module):
+    """Log-probabilities over a bucketed vocabulary; a plain softmax without clusters.
+
+    `log p(w) = log p_head(w)` in the shortlist and `log p_head(cluster) + log p_cluster(w)` elsewhere. Everything from
+    the logits on is float32.
+    """
+
+    def __init__(self, config: TransfoXLConfig):
+        super().__init__()
+        self.bucket_ends = config.bucket_ends
+        self.vocab_size = config.vocab_size
+        self.shortlist_size = self.bucket_ends[0]
+        self.num_clusters = config.num_clusters
+        # published name; weights are those of the embedding where `tie_word_embeddings`
+        self.out_layers = nn.ModuleList()
+        if config.div_val == 1:
+            self.out_layers.append(nn.Linear(config.d_embed, config.vocab_size))
+            # here each bucket may have a projection of its own even though they are equally wide
+            self.out_projs = nn.ParameterDict(
+                {
+                    str(bucket): nn.Parameter(torch.empty(config.d_model, config.d_embed))
+                    for bucket in range(self.num_clusters + 1)
+                    if config.has_projection(bucket)
+                }
+            )
+        else:
+            starts = [0, *config.cutoffs]
+            for bucket, (start, end) in enumerate(zip(starts, self.bucket_ends, strict=True)):
+                self.out_layers.append(nn.Linear(config.bucket_width(bucket), end - start))
+            self.out_projs = make_projections(config)
+        if self.num_clusters:
+            self.cluster_weight = nn.Parameter(torch.empty(self.num_clusters, config.d_embed))
+            self.cluster_bias = nn.Parameter(torch.empty(self.num_clusters))
+
+    def _logits(self, bucket: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits of one bucket, `(…, S)`; those of the shortlist are followed by one column per cluster."""
+        name = str(bucket)
+        if name in self.out_projs:
+            # (…, d_model) x (d_model, E) -> (…, E)
+            hidden_states = F.linear(hidden_states, self.out_projs[name].t())
+        if len(self.out_layers) == self.num_clusters + 1:
+            logits = self.out_layers[bucket](hidden_states)
+        else:
+            table: Any = self.out_layers[0]
+            rows = slice([0, *self.bucket_ends][bucket], self.bucket_ends[bucket])
+            logits = F.linear(hidden_states, table.weight[rows], table.bias[rows])
+        if bucket == 0 and self.num_clusters:
+            logits = torch.cat([logits, F.linear(hidden_states, self.cluster_weight, self.cluster_bias)], dim=-1)
+        return logits.float()
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What a language model returns as logits: plain logits without clusters, log-probabilities with them.
+
+        `softmax` of it is the distribution either way.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(…, d_model)`): Output of the last layer.
+
+        Returns:
+            `torch.Tensor` of shape `(…, vocab_size)`, float32.
+        """
+        return self.log_prob(hidden_states) if self.num_clusters else self._logits(0, hidden_states)
+
+    def log_prob(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Log-probability of every token.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(…, d_model)`): Output of the last layer.
+
+        Returns:
+            `torch.Tensor` of shape `(…, vocab_size)`, float32, natural logarithms.
+        """
+        head = F.log_softmax(self._logits(0, hidden_states), dim=-1)
+        parts = [head[..., : self.shortlist_size]]
+        for cluster in range(1, self.num_clusters + 1):
+            column = self.shortlist_size + cluster - 1
+            tail = F.log_softmax(self._logits(cluster, hidden_states), dim=-1)
+            parts.append(tail + head[..., column : column + 1])
+        return torch.cat(parts, dim=-1) if len(parts) > 1 else head
+
+    def forward(self, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Negative log-likelihood of one token per position, without a (tokens x vocabulary) tensor.
+
+        Tokens are sorted by bucket, so that each cluster is computed for its own tokens only; the bucket sizes are
+        read once from the device. While compiling or exporting, where shapes must not depend on data, every cluster is
+        computed for all tokens instead.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(batch_size, sequence_length, d_model)`): Output of the last layer.
+            targets (`torch.Tensor` of shape `(batch_size, sequence_length)`): Token ids; -100 is ignored.
+
+        Returns:
+            `torch.Tensor` of shape `(batch_size, sequence_length)`, float32 nats in token order, 0 where ignored.
+        """
+        # (batch, time) -> (T,)
+        flat_hidden = hidden_states.flatten(0, -2)
+        flat_targets = targets.flatten()
+        if self.num_clusters == 0:
+            losses = self._bucket_losses(0, flat_hidden, flat_targets)
+        elif torch.compiler.is_compiling():
+            losses = self._losses_of_all(flat_hidden, flat_targets)
+        else:
+            losses = self._losses_by_bucket(flat_hidden, flat_targets)
+        return losses.view(targets.shape)
+
+    def _losses_by_bucket(self, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        ignored = self.num_clusters + 1
+        buckets = self._bucket_of(targets).masked_fill(targets < 0, ignored)
+        sizes = torch.bincount(buckets, minlength=ignored + 1).tolist()
+        order = torch.argsort(buckets, stable=True)[: targets.numel() - sizes[ignored]]
+        hidden_sorted, targets_sorted, buckets_sorted = hidden_states[order], targets[order], buckets[order]
+        losses = self._bucket_losses(0, hidden_sorted, self._head_column(targets_sorted, buckets_sorted))
+        parts = [losses[: sizes[0]]]
+        start = sizes[0]
+        # an empty cluster is computed too (on no tokens): each parameter takes part in every step, as DDP expects
+        for cluster in range(1, self.num_clusters + 1):
+            rows = slice(start, start + sizes[cluster])
+            columns = targets_sorted[rows] - self.bucket_ends[cluster - 1]
+            parts.append(losses[rows] + self._bucket_losses(cluster, hidden_sorted[rows], columns))
+            start = rows.stop
+        return losses.new_zeros(targets.shape).index_copy(0, order, torch.cat(parts))
+
+    def _losses_of_all(self, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        counted = targets >= 0
+        buckets = self._bucket_of(targets)
+        losses = self._bucket_losses(0, hidden_states, self._head_column(targets.clamp(min=0), buckets))
+        for cluster in range(1, self.num_clusters + 1):
+            start, end = self.bucket_ends[cluster - 1], self.bucket_ends[cluster]
+            tail = self._bucket_losses(cluster, hidden_states, (targets - start).clamp(0, end - start - 1))
+            losses = losses + torch.where(buckets == cluster, tail, 0.0)
+        return torch.where(counted, losses, 0.0)
+
+    def _bucket_of(self, targets: torch.Tensor) -> torch.Tensor:
+        # comparisons rather than a table of cutoffs: a buffer would be lost between meta device and checkpoint
+        buckets = torch.zeros_like(targets)
+        for end in self.bucket_ends[:-1]:
+            buckets = buckets + (targets >= end)
+        return buckets
+
+    def _head_column(self, targets: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
+        return torch.where(buckets == 0, targets, self.shortlist_size + buckets - 1)
+
+    def _bucket_losses(self, bucket: int, hidden_states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """Negative log-likelihood of one column per token within a bucket, `(T,)`; 0 where the column is -100."""
+
+        def losses_of(hidden: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self._logits(bucket, hidden), column, reduction="none")
+
+        if torch.compiler.is_compiling():
+            return losses_of(hidden_states, columns)
+        size = self.bucket_ends[bucket] - (self.bucket_ends[bucket - 1] if bucket else 0)
+        block = max(1, MAX_LOGITS // size)
+        if len(columns) <= block:
+            return losses_of(hidden_states, columns)
+        # with gradients the logits of a block are computed again in the backward pass rather than kept
+        keep = not torch.is_grad_enabled()
+        blocks = [
+            losses_of(hidden, column) if keep else checkpoint(losses_of, hidden, column, use_reentrant=False)
+            for hidden, column in zip(hidden_states.split(block), columns.split(block), strict=True)
+        ]
+        return torch.cat(blocks)
+
+
+__all__ = ["AdaptiveEmbedding", "AdaptiveLogSoftmax"]

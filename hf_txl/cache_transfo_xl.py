@@ -1,0 +1,581 @@
+"""Segment memory: what each layer remembers of the segments it has read, one stream per batch row.
+
+Follows section 3.2 of [Dai et al., 2019](https://arxiv.org/abs/1901.02860) and `_update_mems` of the original PyTorch
+code. It stores layer *inputs*, through which training reaches the key and value projections, or the projected keys and
+values, which inference need not compute again; the results are the same numbers. Nothing is ever written in place, so
+copies may share tensors.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils import _pytree as pytree
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from .configuration_transfo_xl import MEMORY_INITS, TransfoXLConfig, segment_window
+
+# B batch   S stored positions   Q positions of a segment   H heads   D head size
+STORAGES = ("auto", "hidden_states", "keys_values")
+
+
+class TransfoXLMemoryLayer(CacheLayerMixin):
+    """Memory of a layer: `hidden_states` `(B, S, d_model)`, or `keys` and `values` `(B, H, S, D)`, or nothing yet."""
+
+    is_sliding = True
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden_states: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is stored, by name; time is the last dimension but one."""
+        named = {"hidden_states": self.hidden_states, "keys": self.keys, "values": self.values}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def replace(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Store these tensors and nothing else."""
+        self.hidden_states, self.keys, self.values = (
+            tensors.get(name) for name in ("hidden_states", "keys", "values")
+        )
+        self.is_initialized = bool(tensors)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing is allocated before there is something to keep."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            "A layer of a `TransfoXLMemory` is written by its memory only; call the model with `cache=memory`."
+        )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class TransfoXLMemory(Cache):
+    """Memory of a Transformer-XL, passed to a model as `cache=`; a call of the model advances it.
+
+    The model attends to all of it and, causally, to its own segment; with `same_length` to a sliding window. Lengths
+    belong to the memory, so evaluation can use others than training without touching `model.config`.
+
+    Args:
+        config (`TransfoXLConfig`): Configuration of the model; gives the defaults of what follows.
+        mem_len (`int`, *optional*): Positions M kept per layer.
+        clamp_len (`int`, *optional*): Distances above it count as it; not used if 0 or below.
+        same_length (`bool`, *optional*): Whether every position attends to the same number of keys.
+        memory_init (`str`, *optional*): `"empty"` or `"zeros"`: what is remembered before the first token.
+        stores (`str`, defaults to `"auto"`):
+            `"hidden_states"` (needed where a memory filled without gradients is trained on), `"keys_values"`
+            (inference), or `"auto"`: hidden states where the model's forward records gradients, else keys and values;
+            such hidden states become keys and values at the first single-token step without gradients.
+        batch_size (`int`, *optional*): Number of streams; taken from the first segment if not given.
+
+    Example:
+
+    ```python
+    >>> memory = TransfoXLMemory(model.config)
+    >>> for segment in stream.split(128, dim=1):
+    ...     output = model(segment, cache=memory)
+    ```
+    """
+
+    layers: list[TransfoXLMemoryLayer]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        config: TransfoXLConfig,
+        *,
+        mem_len: int | None = None,
+        clamp_len: int | None = None,
+        same_length: bool | None = None,
+        memory_init: str | None = None,
+        stores: str = "auto",
+        batch_size: int | None = None,
+    ):
+        super().__init__(layers=[TransfoXLMemoryLayer() for _ in range(config.n_layer)])
+        self.mem_len = config.mem_len if mem_len is None else mem_len
+        self.clamp_len = config.clamp_len if clamp_len is None else clamp_len
+        self.same_length = config.same_length if same_length is None else same_length
+        self.same_length_includes_oldest = config.same_length_includes_oldest
+        self.memory_init = config.memory_init if memory_init is None else memory_init
+        self.stores = stores
+        self._batch_size = batch_size
+        if not isinstance(self.mem_len, int) or self.mem_len < 0:
+            raise ValueError(f"`mem_len` must be an int of 0 or more, but is {self.mem_len!r}.")
+        if self.memory_init not in MEMORY_INITS:
+            raise ValueError(f"`memory_init` must be one of {list(MEMORY_INITS)}, but is {self.memory_init!r}.")
+        if stores not in STORAGES:
+            raise ValueError(f"`stores` must be one of {list(STORAGES)}, but is {stores!r}.")
+        self._forget()
+
+    def _forget(self) -> None:
+        for layer in self.layers:
+            layer.replace({})
+        # "hidden_states" or "keys_values" once something is stored
+        self.storage: str | None = None
+        # real positions per row, right-aligned in the stored tensors; `None`: all of them are real
+        self.lengths: torch.Tensor | None = None
+        # a lower bound of `lengths` that is known without asking the device
+        self.shortest = 0
+        # projected position tables of the stream, kept as long as the keys are
+        self.relative_keys: Any = None
+        self._staged: list[dict[str, torch.Tensor]] = []
+        self._segment_mask: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(stored_length={self.stored_length}, batch_size={self.batch_size}, "
+            f"storage={self.storage!r}, mem_len={self.mem_len}, clamp_len={self.clamp_len}, "
+            f"same_length={self.same_length}, memory_init={self.memory_init!r})"
+        )
+
+    # --- what the model asks
+
+    @property
+    def batch_size(self) -> Any:
+        """Number of streams (`int`), `None` before the first segment."""
+        return self._batch_size
+
+    @property
+    def window(self) -> int | None:
+        """Keys a query may see, itself included, or `None` for all of memory and segment so far."""
+        return segment_window(self.mem_len, self.same_length, self.same_length_includes_oldest)
+
+    @property
+    def stored_length(self) -> int:
+        """Stored positions S, the same in all layers."""
+        tensor = next(iter(self.layers[0].tensors.values()), None)
+        return 0 if tensor is None else tensor.shape[-2]
+
+    @property
+    def start_slots(self) -> int:
+        """Zero states attended to before the stored positions."""
+        return self.mem_len - self.stored_length if self.memory_init == "zeros" else 0
+
+    def stored_mask(self) -> torch.Tensor | None:
+        """Which stored positions a row really has, `(B, S)`, or `None` if all."""
+        if self.lengths is None:
+            return None
+        age = torch.arange(self.stored_length, 0, -1, device=self.lengths.device)
+        return age <= self.lengths[:, None]
+
+    def begin(self, inputs_embeds: torch.Tensor, segment_mask: torch.Tensor | None, records_gradients: bool) -> None:
+        """Check the memory against a segment and decide what is stored.
+
+        Args:
+            inputs_embeds (`torch.Tensor` of shape `(batch_size, query_length, d_model)`): Input of the first layer.
+            segment_mask (`torch.Tensor` of shape `(batch_size, query_length)`, *optional*): Real tokens.
+            records_gradients (`bool`): Whether the forward that begins can be differentiated.
+
+        Raises:
+            ValueError: if the memory belongs to another batch, device, type or model, or holds keys and values where
+                gradients are recorded.
+        """
+        batch_size = inputs_embeds.shape[0]
+        if self.batch_size not in (None, batch_size):
+            raise ValueError(
+                f"`cache` must have the batch size of the input ({batch_size}), but holds {self.batch_size} streams. "
+                "`select(rows)` keeps some of them; `reset()` and a new memory start afresh."
+            )
+        stored = next(iter(self.layers[0].tensors.values()), None)
+        if stored is not None and stored.device != inputs_embeds.device:
+            raise ValueError(
+                f"`cache` must be on the device of the model ({inputs_embeds.device}), but is on {stored.device}; "
+                "move it with `to(device)`."
+            )
+        if self.storage == "hidden_states" and stored is not None:
+            if stored.shape[-1] != inputs_embeds.shape[-1]:
+                raise ValueError(
+                    f"`cache` must hold states of width `d_model` ({inputs_embeds.shape[-1]}), but they have "
+                    f"{stored.shape[-1]} numbers."
+                )
+            if stored.dtype != inputs_embeds.dtype:
+                raise ValueError(
+                    f"`cache` must have the dtype of the model ({inputs_embeds.dtype}), but has {stored.dtype}."
+                )
+        storage: str | None = self.stores
+        if storage == "auto" and stored is not None:
+            storage = self.storage
+        elif storage == "auto":
+            storage = "hidden_states" if records_gradients else "keys_values"
+        if records_gradients and storage == "keys_values":
+            raise ValueError(
+                "`cache` must store hidden states where gradients are recorded, but holds keys and values: through "
+                "them no gradient reaches the key and value projections from the memory, about half of it. "
+                "Use `TransfoXLMemory(config, stores='hidden_states')`, or `torch.no_grad()` for inference."
+            )
+        self.storage = storage
+        self._staged = [{} for _ in self.layers]
+        self._segment_mask = segment_mask
+
+    def convert_to_keys_values(
+        self, project: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Replace stored hidden states by their keys and values.
+
+        Args:
+            project (`Callable`): From layer index and `(B, S, d_model)` to keys and values `(B, H, S, D)`.
+        """
+        for index, layer in enumerate(self.layers):
+            if layer.hidden_states is not None:
+                keys, values = project(index, layer.hidden_states)
+                layer.replace({"keys": keys, "values": values})
+        self.storage = "keys_values"
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of memory and segment, `(B, H, S + Q, D)`; the newest are kept when the segment ends."""
+        layer = self.layers[layer_idx]
+        full = {}
+        for name, new in (("keys", key_states), ("values", value_states)):
+            stored = getattr(layer, name)
+            if stored is not None and (stored.dtype != new.dtype or stored.shape[1::2] != new.shape[1::2]):
+                raise ValueError(
+                    f"`cache` must hold {name} of {new.shape[1]} heads with {new.shape[3]} numbers each and dtype "
+                    f"{new.dtype}, as the model computes, but holds {stored.shape[1]} heads with {stored.shape[3]} "
+                    f"numbers and dtype {stored.dtype}."
+                )
+            full[name] = new if stored is None else torch.cat([stored, new], dim=2)
+            self._staged[layer_idx][name] = self._keep(stored, new, full[name])
+        return full["keys"], full["values"]
+
+    def write(self, layer_idx: int, hidden_states: torch.Tensor) -> None:
+        """Remember the input of a layer, `(B, Q, d_model)`, without its gradient, when the segment ends."""
+        stored = self.layers[layer_idx].hidden_states
+        self._staged[layer_idx]["hidden_states"] = self._keep(stored, hidden_states.detach(), None)
+
+    def _keep(self, stored: torch.Tensor | None, new: torch.Tensor, full: torch.Tensor | None) -> torch.Tensor:
+        """The newest `mem_len` real positions of each row, right-aligned; time is the last dimension but one."""
+        stored_length, new_length = 0 if stored is None else stored.shape[-2], new.shape[-2]
+        kept = min(self.mem_len, stored_length + new_length)
+        if self._segment_mask is None:
+            from_new = min(kept, new_length)
+            newest = new.narrow(-2, new_length - from_new, from_new)
+            if stored is None or kept == from_new:
+                # a view would keep the whole segment alive
+                return newest.clone() if kept < new_length else newest
+            if full is not None:
+                return full.narrow(-2, full.shape[-2] - kept, kept)
+            oldest = stored.narrow(-2, stored_length - (kept - from_new), kept - from_new)
+            return torch.cat([oldest, newest], dim=-2)
+        if full is None:
+            full = new if stored is None else torch.cat([stored, new], dim=-2)
+        # stable: real positions move to the right, in order
+        order = torch.argsort(self.real_mask(stored_length).int(), dim=1, stable=True)
+        order = order[:, full.shape[-2] - kept :]
+        index = order.reshape(order.shape[0], *[1] * (full.dim() - 3), kept, 1)
+        return full.gather(-2, index.expand(*full.shape[:-2], kept, full.shape[-1]))
+
+    def real_mask(self, stored_length: int) -> torch.Tensor:
+        """Which positions of memory and a segment with a mask are real, `(B, S + Q)`."""
+        assert self._segment_mask is not None
+        stored_mask = self.stored_mask()
+        if stored_mask is None:
+            return F.pad(self._segment_mask, (stored_length, 0), value=True)
+        return torch.cat([stored_mask, self._segment_mask], dim=1)
+
+    def commit(self, batch_size: int, query_length: int) -> None:
+        """End a segment: what was staged becomes the memory. Until then a failed forward leaves it as it was."""
+        stored_length = self.stored_length
+        kept = min(self.mem_len, stored_length + query_length)
+        if self._segment_mask is not None:
+            self.lengths = self.real_mask(stored_length).sum(dim=1).clamp(max=self.mem_len)
+            self.shortest = min(self.shortest, self.mem_len)
+        else:
+            self.shortest = min(self.shortest + query_length, self.mem_len)
+            if self.lengths is not None:
+                self.lengths = (self.lengths + query_length).clamp(max=self.mem_len)
+        if self.shortest >= kept:
+            self.lengths = None
+        if kept:
+            for layer, tensors in zip(self.layers, self._staged, strict=True):
+                layer.replace(tensors)
+        self._batch_size = batch_size
+        self._staged, self._segment_mask = [], None
+
+    # --- what users do with it
+
+    def reset(self, rows: Sequence[int] | torch.Tensor | None = None) -> None:
+        """Start afresh, in all streams or in some.
+
+        Args:
+            rows (`list[int]` or `torch.Tensor`, *optional*):
+                Streams that end: indices, or a boolean per stream. `None`: all; the batch size may then change.
+        """
+        if rows is None:
+            self._forget()
+            self._batch_size = None
+            return
+        if self.batch_size is None or self.stored_length == 0:
+            return
+        device = next(iter(self.layers[0].tensors.values())).device
+        index = self._row_index(rows, device)
+        if self.lengths is None:
+            self.lengths = torch.full((self.batch_size,), self.stored_length, device=device)
+        self.lengths = self.lengths.index_fill(0, index, 0)
+        self.shortest = 0
+        # a forgotten value may be infinite or NaN, which no mask would stop
+        self._map(lambda tensor: tensor.index_fill(0, index, 0))
+
+    def select(self, rows: Sequence[int] | torch.Tensor) -> "TransfoXLMemory":
+        """A new memory of these streams, in this order; a stream may be taken more than once.
+
+        Args:
+            rows (`list[int]` or `torch.Tensor`): Indices, or a boolean per stream.
+        """
+        selected = copy.copy(self)
+        if selected.batch_size is None:
+            return selected
+        tensor = next(iter(self.layers[0].tensors.values()), None)
+        index = self._row_index(rows, torch.device("cpu") if tensor is None else tensor.device)
+        selected._map(lambda tensor: tensor.index_select(0, index))
+        if selected.lengths is not None:
+            selected.lengths = selected.lengths.index_select(0, index)
+        selected._batch_size = len(index)
+        return selected
+
+    @classmethod
+    def concatenate(cls, memories: Sequence["TransfoXLMemory"]) -> "TransfoXLMemory":
+        """One memory of all the streams of several memories with the same settings, in order."""
+        first = memories[0]
+        for memory in memories:
+            if memory.batch_size is None:
+                raise ValueError("`memories` must each know their `batch_size`, but one has not read anything yet.")
+            if memory._settings() != first._settings() or {memory.storage, first.storage} - {None} not in (
+                set(),
+                {"hidden_states"},
+                {"keys_values"},
+            ):
+                raise ValueError(
+                    f"`memories` must have the same settings and storage, but are {first!r} and {memory!r}."
+                )
+        joined = copy.copy(max(memories, key=lambda memory: memory.stored_length))
+        length = joined.stored_length
+        for index, layer in enumerate(joined.layers):
+            tensors = {}
+            for name, like in layer.tensors.items():
+                parts = []
+                for memory in memories:
+                    part = getattr(memory.layers[index], name)
+                    if part is None:
+                        part = like.new_zeros(memory.batch_size, *like.shape[1:-2], 0, like.shape[-1])
+                    parts.append(F.pad(part, (0, 0, length - part.shape[-2], 0)))
+                tensors[name] = torch.cat(parts)
+            layer.replace(tensors)
+        if length:
+            device = next(iter(joined.layers[0].tensors.values())).device
+            joined.lengths = torch.cat(
+                [
+                    torch.full((memory.batch_size,), memory.stored_length, device=device)
+                    if memory.lengths is None
+                    else memory.lengths
+                    for memory in memories
+                ]
+            )
+        joined.shortest = min(memory.shortest for memory in memories)
+        joined._batch_size = sum(memory.batch_size for memory in memories)
+        return joined
+
+    def _row_index(self, rows: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
+        index = torch.as_tensor(rows, device=device)
+        if index.dtype == torch.bool:
+            if index.shape != (self.batch_size,):
+                raise ValueError(
+                    f"`rows` must have one boolean per stream ({self.batch_size}), but has shape {list(index.shape)}."
+                )
+            return index.nonzero().flatten()
+        index = index.long().flatten()
+        if ((index < 0) | (index >= self.batch_size)).any():
+            raise ValueError(f"`rows` must be between 0 and {self.batch_size - 1}, but is {index.tolist()}.")
+        return index
+
+    def to(self, device: torch.device | str) -> "TransfoXLMemory":
+        """Move to a device; returns itself."""
+        self._map(lambda tensor: tensor.to(device))
+        if self.lengths is not None:
+            self.lengths = self.lengths.to(device)
+        self.relative_keys = None
+        return self
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for layer in self.layers:
+            layer.replace({name: function(tensor) for name, tensor in layer.tensors.items()})
+
+    def __copy__(self) -> "TransfoXLMemory":
+        """A branch: it shares what is stored so far, which is never written in place, and nothing later."""
+        branch = type(self).__new__(type(self))
+        branch.__dict__.update(self.__dict__)
+        branch.layers = [copy.copy(layer) for layer in self.layers]
+        return branch
+
+    # --- other forms
+
+    @classmethod
+    def from_mems(cls, config: TransfoXLConfig, mems: Sequence[torch.Tensor], **settings: Any) -> "TransfoXLMemory":
+        """Read the `mems` of transformers 2 to 4 or of the original PyTorch code.
+
+        Args:
+            config (`TransfoXLConfig`): Configuration of the model.
+            mems (`list[torch.Tensor]`):
+                `n_layer` tensors of shape `(mem_time, batch_size, d_model)`: the input of each layer. The original's
+                additional entry, the last layer's output, is left out: nothing reads it.
+            settings: As for [`TransfoXLMemory`].
+        """
+        if len(mems) not in (config.n_layer, config.n_layer + 1):
+            raise ValueError(f"`mems` must have `n_layer` ({config.n_layer}) entries, but has {len(mems)}.")
+        mems = mems[: config.n_layer]
+        shape = mems[0].shape
+        if any(mem.dim() != 3 or mem.shape != shape or mem.shape[-1] != config.d_model for mem in mems):
+            raise ValueError(
+                f"`mems` must all have shape (mem_time, batch_size, {config.d_model}), but have "
+                f"{[list(mem.shape) for mem in mems]}."
+            )
+        memory = cls(config, **{"stores": "hidden_states", **settings})
+        kept = min(memory.mem_len, shape[0])
+        memory._batch_size = shape[1]
+        if kept:
+            memory.storage = "hidden_states"
+            memory.shortest = kept
+            for layer, mem in zip(memory.layers, mems, strict=True):
+                layer.replace({"hidden_states": mem[shape[0] - kept :].transpose(0, 1).detach().clone()})
+        return memory
+
+    def to_mems(self) -> list[torch.Tensor]:
+        """The legacy form: `n_layer` tensors of shape `(mem_time, batch_size, d_model)`.
+
+        With `memory_init="zeros"` free slots are zero vectors and `mem_time` is `mem_len`.
+
+        Raises:
+            ValueError: if keys and values are stored, or rows of different length have no zeros to fill them.
+        """
+        if self.storage == "keys_values":
+            raise ValueError("`to_mems` needs hidden states, but this memory stores keys and values (`stores=`).")
+        if self.stored_length == 0:
+            return []
+        mask = self.stored_mask()
+        if mask is not None and self.memory_init == "empty" and not mask.all():
+            raise ValueError(
+                f"`to_mems` needs rows of one length, but they remember {mask.sum(dim=1).tolist()} positions."
+            )
+        mems = []
+        for layer in self.layers:
+            states = layer.tensors["hidden_states"]
+            if mask is not None:
+                states = states * mask[..., None]
+            mems.append(F.pad(states, (0, 0, self.start_slots, 0)).transpose(0, 1))
+        return mems
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("mem_len", "clamp_len", "same_length", "same_length_includes_oldest", "memory_init", "stores")
+        return {name: getattr(self, name) for name in names} | {"num_layers": len(self.layers)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors by name, and under `"settings"` and `"progress"` what else is needed to go on exactly."""
+        tensors = {
+            f"layers.{index}.{name}": tensor
+            for index, layer in enumerate(self.layers)
+            for name, tensor in layer.tensors.items()
+        }
+        if self.lengths is not None:
+            tensors["lengths"] = self.lengths
+        progress = {"_batch_size": self.batch_size, "storage": self.storage, "shortest": self.shortest}
+        return {**tensors, "settings": self._settings(), "progress": progress}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where another memory of the same settings was; refuses other settings, naming them."""
+        different = {
+            name: (value, state["settings"].get(name))
+            for name, value in self._settings().items()
+            if state["settings"].get(name) != value
+        }
+        if different:
+            raise ValueError(
+                f"`state` must come from a memory of the same settings, but differs in (here, there): {different}."
+            )
+        self._forget()
+        for name, value in state["progress"].items():
+            setattr(self, name, value)
+        self.lengths = state.get("lengths")
+        for index, layer in enumerate(self.layers):
+            prefix = f"layers.{index}."
+            layer.replace({name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)})
+
+    # --- what the library's generate asks
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Always 0: ids given with a memory are new ids, never a repetition of what it has read."""
+        return 0
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Let row `i` continue the stream of row `beam_idx[i]`."""
+        self.__dict__.update(self.select(beam_idx).__dict__)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each stream `repeats` times, copies side by side."""
+        if self.batch_size is not None:
+            self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only these streams."""
+        self.reorder_cache(indices)
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError("A `TransfoXLMemory` cannot go back; branch it with `copy.copy(memory)` before reading on.")
+
+    def activate_past_recording(self) -> None:
+        raise ValueError(
+            "Assisted decoding takes tokens back, which a `TransfoXLMemory` cannot do; generate without `cache`."
+        )
+
+
+# --- pytree: lets torch.export and torch.compile see the tensors
+
+
+def _names_and_tensors(memory: TransfoXLMemory) -> tuple[list[str], list[torch.Tensor]]:
+    named = {name: value for name, value in memory.state_dict().items() if isinstance(value, torch.Tensor)}
+    return list(named), list(named.values())
+
+
+def _flatten(memory: TransfoXLMemory) -> tuple[list[torch.Tensor], Any]:
+    names, tensors = _names_and_tensors(memory)
+    state = memory.state_dict()
+    return tensors, (names, state["settings"], state["progress"])
+
+
+def _flatten_with_keys(memory: TransfoXLMemory) -> tuple[list[tuple[Any, torch.Tensor]], Any]:
+    tensors, context = _flatten(memory)
+    return [(pytree.MappingKey(name), tensor) for name, tensor in zip(context[0], tensors, strict=True)], context
+
+
+def _unflatten(tensors: Iterable[Any], context: Any) -> TransfoXLMemory:
+    names, settings, progress = context
+    memory = TransfoXLMemory.__new__(TransfoXLMemory)
+    Cache.__init__(memory, layers=[TransfoXLMemoryLayer() for _ in range(settings["num_layers"])])
+    memory.__dict__.update({name: value for name, value in settings.items() if name != "num_layers"})
+    memory.load_state_dict({**dict(zip(names, tensors, strict=True)), "settings": settings, "progress": progress})
+    return memory
+
+
+pytree.register_pytree_node(
+    TransfoXLMemory,
+    _flatten,
+    _unflatten,
+    flatten_with_keys_fn=_flatten_with_keys,
+    serialized_type_name=f"{TransfoXLMemory.__module__}.{TransfoXLMemory.__name__}",
+)
+
+
+__all__ = ["TransfoXLMemory"]

@@ -1,0 +1,787 @@
+"""Transformer-XL models: layers, base model, language model, sequence classification.
+
+Follows [Dai et al., 2019](https://arxiv.org/abs/1901.02860) and `mem_transformer.py` of the original PyTorch code.
+Modules keep the published weight names, so every Transformer-XL checkpoint loads without a mapping.
+"""
+
+import difflib
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
+from transformers.utils import can_return_tuple, logging
+from transformers.utils.generic import TransformersKwargs
+
+from .adaptive_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax
+from .attention_transfo_xl import ATTENTION_CLASSES, AttentionLayout, RelativeKeys, sinusoid_embeddings
+from .cache_transfo_xl import TransfoXLMemory
+from .configuration_transfo_xl import TransfoXLConfig, segment_window
+
+logger = logging.get_logger(__name__)
+
+# B batch   S stored positions   Q positions of the segment   K keys
+
+# transformers 5.24 renamed the argument and output field; everything version-dependent about it is here and in
+# `TransfoXLForCausalLM.generate`
+CACHE_NAME = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+LIBRARY_ARGUMENTS = {*TransformersKwargs.__annotations__, "skip_logits"}
+
+
+@dataclass
+class TransfoXLCausalLMOutput(CausalLMOutputWithPast):
+    """Output of [`TransfoXLForCausalLM`].
+
+    Args:
+        loss (`torch.Tensor` of shape `()`, *optional*): Sum of `losses` over the number of targets that count.
+        logits (`torch.Tensor` of shape `(batch_size, sequence_length, vocab_size)`, *optional*):
+            Log-probabilities where there are clusters, else plain logits; `softmax` of either is the distribution.
+        cache / past_key_values: The state to continue from (two names of one thing).
+        hidden_states (`tuple`, *optional*): Embeddings and the output of each layer.
+        attentions (`tuple`, *optional*): Attention probabilities of each layer, keys of memory first.
+        losses (`torch.Tensor` of shape `(batch_size, sequence_length)`, *optional*):
+            Negative log-likelihood (nats, float32) of the token that follows each position; 0 where it is ignored.
+    """
+
+    losses: torch.Tensor | None = None
+
+
+class TransfoXLFeedForward(nn.Module):
+    """Position-wise feed-forward sublayer with its residual and normalisation."""
+
+    def __init__(self, config: TransfoXLConfig):
+        super().__init__()
+        self.pre_lnorm = config.pre_lnorm
+        # published name
+        self.CoreNet = nn.Sequential(
+            nn.Linear(config.d_model, config.d_inner),
+            nn.ReLU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(config.d_inner, config.d_model),
+            nn.Dropout(config.dropout),
+        )
+        self.layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(B, Q, d_model)` -> `(B, Q, d_model)`."""
+        if self.pre_lnorm:
+            return hidden_states + self.CoreNet(self.layer_norm(hidden_states))
+        return self.layer_norm(hidden_states + self.CoreNet(hidden_states))
+
+
+class TransfoXLLayer(GradientCheckpointingLayer):
+    """One layer: relative attention over memory and segment, then feed-forward."""
+
+    def __init__(self, config: TransfoXLConfig, layer_idx: int):
+        super().__init__()
+        # published names
+        self.dec_attn = ATTENTION_CLASSES[config.attention_kind](config, layer_idx)
+        self.pos_ff = TransfoXLFeedForward(config)
+
+    def forward(
+        self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Arguments and shapes as in `SegmentAttention.forward`."""
+        hidden_states, probabilities = self.dec_attn(hidden_states, *args, **kwargs)
+        return self.pos_ff(hidden_states), probabilities
+
+
+class TransfoXLPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation for all Transformer-XL models."""
+
+    config_class = TransfoXLConfig
+    config: TransfoXLConfig
+    base_model_prefix = "transformer"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["TransfoXLLayer", "AdaptiveEmbedding", "AdaptiveLogSoftmax"]
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_flash_attn = False
+    _supports_attention_backend = False
+    _can_compile_fullgraph = True
+    # the sinusoid's frequencies are computed, and shared biases are stored once
+    _keys_to_ignore_on_load_unexpected = [r"pos_emb\.inv_freq$", r"layers\.\d+\.dec_attn\.r_[rw]_bias$"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        config = self.config
+
+        def fill(weight: torch.Tensor, std: float) -> None:
+            if config.init == "uniform":
+                init.uniform_(weight, -config.init_range, config.init_range)
+            else:
+                init.normal_(weight, 0.0, std)
+
+        if isinstance(module, nn.Linear | nn.Embedding):
+            fill(module.weight, config.init_std)
+            if isinstance(bias := getattr(module, "bias", None), torch.Tensor):
+                init.zeros_(bias)
+        elif isinstance(module, nn.LayerNorm):
+            init.normal_(module.weight, 1.0, config.init_std)
+            init.zeros_(module.bias)
+        elif isinstance(module, nn.ParameterDict):
+            for projection in module.values():
+                init.normal_(projection, 0.0, config.proj_init_std)
+        elif isinstance(module, AdaptiveLogSoftmax) and module.num_clusters:
+            fill(module.cluster_weight, config.init_std)
+            init.zeros_(module.cluster_bias)
+        elif isinstance(module, (TransfoXLModel, *ATTENTION_CLASSES.values())):
+            for name in ("r_w_bias", "r_r_bias"):
+                if hasattr(module, name):
+                    fill(getattr(module, name), config.init_std)
+
+    def init_memory(self, batch_size: int, **settings: Any) -> TransfoXLMemory:
+        """Memory at the start of `batch_size` streams; settings as for [`TransfoXLMemory`]."""
+        return TransfoXLMemory(self.config, batch_size=batch_size, **settings)
+
+    def _refuse_unknown(self, arguments: dict[str, Any], also_known: tuple[str, ...] = ()) -> None:
+        """Keyword arguments that nobody reads are mistakes: a misspelt `labels` must not give a run without a loss."""
+        if "mems" in arguments:
+            raise TypeError(
+                "`mems` is the name of transformers 2 to 4; pass `cache=TransfoXLMemory.from_mems(config, mems)`."
+            )
+        known = [*LIBRARY_ARGUMENTS, *also_known]
+        for name in arguments:
+            if name not in known:
+                near = difflib.get_close_matches(name, [*inspect.signature(self.forward).parameters, *known], n=1)
+                hint = f"; did you mean `{near[0]}`?" if near else "; see its docstring for those it takes."
+                raise TypeError(f"`{type(self).__name__}` takes no argument `{name}`{hint}")
+        if arguments.get("is_causal") is False:
+            raise ValueError("`is_causal` must be True: a Transformer-XL reads in one direction, but it is False.")
+
+
+def merge_caches(cache: Any, past_key_values: Any) -> Any:
+    """One cache of the two names of the argument."""
+    if cache is not None and past_key_values is not None and cache is not past_key_values:
+        raise ValueError("`cache` and `past_key_values` are two names of one argument, but are given and differ.")
+    return past_key_values if cache is None else cache
+
+
+def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, ignored: int | None = None) -> None:
+    """Refuse ids that no embedding or softmax column has. Not while compiling: it reads values."""
+    if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
+        raise TypeError(f"`{name}` must hold integers, but has dtype {ids.dtype}.")
+    if torch.compiler.is_compiling() or ids.is_meta or ids.numel() == 0:
+        return
+    wrong = (ids < 0) | (ids >= vocab_size)
+    if ignored is not None:
+        wrong &= ids != ignored
+    if wrong.any():
+        also = f" or {ignored}" if ignored is not None else ""
+        raise ValueError(
+            f"`{name}` must be between 0 and {vocab_size - 1} (`vocab_size` {vocab_size}){also}, "
+            f"but has values from {ids.min().item()} to {ids.max().item()}."
+        )
+
+
+class TransfoXLModel(TransfoXLPreTrainedModel):
+    """Transformer-XL without a head: hidden states of a segment, given what went before."""
+
+    def __init__(self, config: TransfoXLConfig):
+        super().__init__(config)
+        # published names
+        self.word_emb = AdaptiveEmbedding(config)
+        self.layers = nn.ModuleList([TransfoXLLayer(config, layer_idx) for layer_idx in range(config.n_layer)])
+        self.drop = nn.Dropout(config.dropout)
+        if not config.untie_r:
+            # u and v of section 3.3, shared: one parameter here, handed to the layers
+            self.r_w_bias = nn.Parameter(torch.empty(config.n_head, config.d_head))
+            self.r_r_bias = nn.Parameter(torch.empty(config.n_head, config.d_head))
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> AdaptiveEmbedding:
+        return self.word_emb
+
+    def set_input_embeddings(self, value: AdaptiveEmbedding) -> None:  # type: ignore[override]
+        self.word_emb = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        cache: Any = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Read one segment.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*): Token ids.
+            attention_mask (`torch.Tensor` of shape `(batch_size, sequence_length)`, *optional*):
+                1 for real tokens, 0 for pads, which may lie anywhere: they take no distance and are not remembered.
+                With one of the library's caches it may cover what the cache has seen as well, as in `generate`.
+            inputs_embeds (`torch.FloatTensor` of shape `(batch_size, sequence_length, d_model)`, *optional*):
+                Input of the first layer instead of `input_ids`, used as it is (`get_input_embeddings()` scales).
+            cache / past_key_values (`TransfoXLMemory` or a cache of the library, *optional*):
+                What went before; two names of one argument. A `TransfoXLMemory` advances. Without any, the call is one
+                segment at the start of a stream.
+            use_cache (`bool`, *optional*):
+                Whether to return a filled `DynamicCache` if no cache is given, in eval mode. Default: the
+                configuration's.
+            output_attentions (`bool`, *optional*): Whether to return attention probabilities.
+            output_hidden_states (`bool`, *optional*): Whether to return all hidden states.
+
+        Returns:
+            `BaseModelOutputWithPast`: `last_hidden_state` `(batch_size, sequence_length, d_model)`, the cache,
+            `n_layer + 1` hidden states of that shape and `n_layer` attentions
+            `(batch_size, n_head, sequence_length, keys)`.
+
+        Raises:
+            ValueError, TypeError: for inputs that cannot be read; the message names the argument.
+        """
+        self._refuse_unknown(kwargs)
+        config = self.config
+        cache = merge_caches(cache, past_key_values)
+        output_attentions = config.output_attentions if output_attentions is None else output_attentions
+        output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        if (input_ids is None) == (inputs_embeds is None):
+            given = "neither" if input_ids is None else "both"
+            raise ValueError(f"Exactly one of `input_ids` and `inputs_embeds` must be given, but {given} are.")
+        self._check_inputs(input_ids, inputs_embeds)
+        # a copy, since a memory may keep the input of the first layer
+        hidden_states = self.word_emb(input_ids) if inputs_embeds is None else inputs_embeds.clone()
+        batch_size, query_length = hidden_states.shape[:2]
+        records_gradients = torch.is_grad_enabled() and (
+            hidden_states.requires_grad or any(parameter.requires_grad for parameter in self.parameters())
+        )
+
+        memory = cache if isinstance(cache, TransfoXLMemory) else None
+        stock_cache = self._stock_cache(cache, use_cache) if memory is None else None
+        mask = self._real_tokens(attention_mask, hidden_states, stock_cache)
+        if memory is not None:
+            if len(memory.layers) != config.n_layer:
+                raise ValueError(
+                    f"`cache` must have `n_layer` ({config.n_layer}) layers, but has {len(memory.layers)}."
+                )
+            memory.begin(hidden_states, mask, records_gradients)
+            if memory.stores == "auto" and memory.storage == "hidden_states":
+                if query_length == 1 and not records_gradients:
+                    memory.convert_to_keys_values(self._project_memory)
+            layout, clamp_len = self._memory_layout(memory, mask, query_length), memory.clamp_len
+        else:
+            layout, clamp_len = self._stock_layout(stock_cache, cache is None, mask, query_length), config.clamp_len
+        stores_keys = stock_cache if memory is None else (memory if memory.storage == "keys_values" else None)
+        relative_keys = self._relative_keys(layout, clamp_len, hidden_states, stores_keys, records_gradients)
+
+        hidden_states = self.drop(hidden_states)
+        biases = None if config.untie_r else (self.r_w_bias, self.r_r_bias)
+        all_hidden_states, all_attentions = [hidden_states], []
+        for layer_idx, layer in enumerate(self.layers):
+            stored = None
+            if memory is not None and memory.storage == "hidden_states":
+                stored = memory.layers[layer_idx].hidden_states
+                memory.write(layer_idx, hidden_states)
+            hidden_states, probabilities = layer(
+                hidden_states, layout, relative_keys, stored, stores_keys, biases, output_attentions
+            )
+            all_hidden_states.append(hidden_states)
+            all_attentions.append(probabilities)
+        hidden_states = self.drop(hidden_states)
+        all_hidden_states[-1] = hidden_states
+        if memory is not None:
+            memory.commit(batch_size, query_length)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden_states,
+            hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
+            attentions=tuple(all_attentions) if output_attentions else None,
+            **{CACHE_NAME: stock_cache if memory is None else memory},
+        )
+
+    def _project_memory(self, layer_idx: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        layer: Any = self.layers[layer_idx]
+        return layer.dec_attn.project_memory(states)
+
+    def _check_inputs(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
+        if input_ids is not None:
+            if input_ids.dim() != 2:
+                raise ValueError(
+                    f"`input_ids` must have shape (batch_size, sequence_length), but has {list(input_ids.shape)}."
+                )
+            check_token_ids("input_ids", input_ids, self.config.vocab_size)
+        elif inputs_embeds is not None and (
+            inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != self.config.d_model
+        ):
+            raise ValueError(
+                f"`inputs_embeds` must have shape (batch_size, sequence_length, d_model={self.config.d_model}), "
+                f"but has {list(inputs_embeds.shape)}."
+            )
+        for name, tensor in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)):
+            if tensor is not None and 0 in tensor.shape[:2]:
+                raise ValueError(f"`{name}` must hold at least one token per row, but has shape {list(tensor.shape)}.")
+
+    def _stock_cache(self, cache: Any, use_cache: bool | None) -> Any:
+        """The library's cache to use: the one given, a new one to return, or none."""
+        window = self.config.sliding_window
+        if cache is not None:
+            if not hasattr(cache, "get_mask_sizes"):
+                raise TypeError(
+                    "`cache` must be a `TransfoXLMemory` or a `Cache` of transformers, but is a "
+                    f"{type(cache).__name__}; `TransfoXLMemory.from_mems` reads a list of tensors."
+                )
+            if window <= 1:
+                logger.warning_once(f"`cache` is ignored: with `mem_len={self.config.mem_len}` nothing is remembered.")
+                return None
+            if cache.is_compileable and self.config.memory_init == "zeros":
+                raise ValueError(
+                    "A static cache needs `memory_init='empty'`: zero states before the first token are not stored, "
+                    "but `memory_init` is 'zeros'. Use a dynamic cache (the default) or a `TransfoXLMemory`."
+                )
+            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                raise ValueError(
+                    "`cache` must be a `TransfoXLMemory` under gradient checkpointing, which cannot write the keys "
+                    f"and values of a layer twice, but is a {type(cache).__name__}."
+                )
+            return cache
+        if use_cache is None:
+            # an exported program returns tensors; ask for a cache explicitly to export with one
+            use_cache = self.config.use_cache and not torch.compiler.is_exporting()
+        return DynamicCache(config=self.config) if use_cache and not self.training and window > 1 else None
+
+    def _real_tokens(
+        self, attention_mask: torch.Tensor | None, inputs_embeds: torch.Tensor, stock_cache: Any
+    ) -> torch.Tensor | None:
+        """The mask as booleans over the segment, or over all that a stock cache has seen; `None` if all are real."""
+        if attention_mask is None:
+            return None
+        batch_size, query_length = inputs_embeds.shape[:2]
+        past_length = 0 if stock_cache is None else stock_cache.get_seq_length()
+        lengths = sorted({query_length, past_length + query_length})
+        if (
+            attention_mask.dim() != 2
+            or attention_mask.shape[0] != batch_size
+            or attention_mask.shape[1] not in lengths
+        ):
+            expected = " or ".join(f"({batch_size}, {length})" for length in lengths)
+            raise ValueError(f"`attention_mask` must have shape {expected}, but has {list(attention_mask.shape)}.")
+        mask = attention_mask.to(device=inputs_embeds.device, dtype=torch.bool)
+        mask = F.pad(mask, (past_length + query_length - mask.shape[1], 0), value=True)
+        if not torch.compiler.is_compiling() and mask.all():
+            return None
+        return mask
+
+    def _memory_layout(self, memory: TransfoXLMemory, mask: torch.Tensor | None, query_length: int) -> AttentionLayout:
+        """The segment rule: all of the memory, and the segment causally (or the window, with `same_length`)."""
+        stored_length, start_slots = memory.stored_length, memory.start_slots
+        zero_start = memory.memory_init == "zeros"
+        if mask is not None:
+            stored = torch.tensor(stored_length, device=mask.device) if memory.lengths is None else memory.lengths
+            return AttentionLayout.from_mask(
+                memory.real_mask(stored_length),
+                stored_length,
+                query_length,
+                start_slots,
+                memory.window,
+                zero_start,
+                oldest=(stored - memory.mem_len).view(-1, 1),
+            )
+        key_length = start_slots + stored_length + query_length
+        stored_mask = memory.stored_mask()
+        key_mask = start_mask = None
+        if stored_mask is not None and zero_start:
+            start_mask = F.pad(~stored_mask, (start_slots, query_length), value=False)
+        elif stored_mask is not None:
+            key_mask = F.pad(stored_mask, (0, query_length), value=True)
+        return AttentionLayout(query_length, key_length, start_slots, memory.window, key_mask, start_mask)
+
+    def _stock_layout(
+        self, stock_cache: Any, is_segment: bool, mask: torch.Tensor | None, query_length: int
+    ) -> AttentionLayout:
+        """One segment where no cache is given; with a cache of the library, the window rule."""
+        config = self.config
+        zero_start = config.memory_init == "zeros"
+        if is_segment or stock_cache is None:
+            window = segment_window(config.mem_len, config.same_length, config.same_length_includes_oldest)
+            start_slots = config.mem_len if zero_start else 0
+            if mask is None:
+                return AttentionLayout(query_length, start_slots + query_length, start_slots, window)
+            oldest = torch.full((1, 1), -config.mem_len, device=mask.device)
+            return AttentionLayout.from_mask(mask, 0, query_length, start_slots, window, zero_start, oldest)
+        window = config.sliding_window
+        past_length = stock_cache.get_seq_length()
+        key_length, key_start = stock_cache.get_mask_sizes(query_length, 0)
+        start_slots = max(0, window - 1 - past_length) if zero_start else 0
+        if mask is None and not stock_cache.is_compileable:
+            return AttentionLayout(query_length, start_slots + key_length, start_slots, window)
+        if mask is None:
+            mask = torch.ones(1, past_length + query_length, dtype=torch.bool, device=self.device)
+        # a static cache has free slots behind the segment
+        mask = mask[:, key_start:]
+        mask = F.pad(mask, (0, key_length - mask.shape[1]), value=False)
+        return AttentionLayout.from_mask(mask, past_length - key_start, query_length, start_slots, window, zero_start)
+
+    def _relative_keys(
+        self,
+        layout: AttentionLayout,
+        clamp_len: int,
+        like: torch.Tensor,
+        stores_keys: Any,
+        records_gradients: bool,
+    ) -> RelativeKeys:
+        """Position table of this call, taken from the cache where it keeps keys and values."""
+        keeps = stores_keys is not None and not records_gradients
+        if keeps:
+            kept = getattr(stores_keys, "relative_keys", None)
+            is_new_stream = stores_keys.get_seq_length() == 0 and not isinstance(stores_keys, TransfoXLMemory)
+            if kept is not None and not is_new_stream and kept.fits(layout, like):
+                return kept
+        num_distances, num_future = layout.key_length, layout.query_length
+        if keeps:
+            # all that later calls of the stream will ask for, so that it is projected once
+            mem_len = getattr(stores_keys, "mem_len", self.config.sliding_window)
+            num_distances = max(num_distances, mem_len + layout.query_length)
+        distances = torch.arange(num_distances - 1, -num_future - 1, -1, device=like.device)
+        distances = distances.clamp(min=0, max=clamp_len if clamp_len > 0 else None)
+        embeddings = self.drop(sinusoid_embeddings(distances, self.config.d_model).to(like.dtype))
+        relative_keys = RelativeKeys(num_distances, num_future, embeddings, keeps)
+        if keeps:
+            stores_keys.relative_keys = relative_keys
+        return relative_keys
+
+
+class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
+    """Transformer-XL with an adaptive softmax: a language model over one long stream per batch row."""
+
+    def __init__(self, config: TransfoXLConfig):
+        super().__init__(config)
+        self.transformer = TransfoXLModel(config)
+        # published name
+        self.crit = AdaptiveLogSoftmax(config)
+        # not empty, so that the library knows that this model ties weights; which ones, `get_expanded_…` says
+        self._tied_weights_keys = self._tied_weights()
+        self.post_init()
+
+    def _tied_weights(self) -> dict[str, str]:
+        """Softmax weight -> embedding weight that it is. Projections are tied whether or not the tables are."""
+        config = self.config
+        ties = {}
+        if config.tie_word_embeddings:
+            for index in range(len(self.crit.out_layers)):
+                ties[f"crit.out_layers.{index}.weight"] = f"transformer.word_emb.emb_layers.{index}.weight"
+        for bucket in range(config.num_clusters + 1):
+            if config.ties_projection(bucket):
+                source = bucket if config.div_val > 1 else 0
+                ties[f"crit.out_projs.{bucket}"] = f"transformer.word_emb.emb_projs.{source}"
+        return ties
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """The library's own version ties nothing at all where `tie_word_embeddings` is `False`."""
+        return self._tied_weights()
+
+    def get_input_embeddings(self) -> AdaptiveEmbedding:
+        return self.transformer.word_emb
+
+    def set_input_embeddings(self, value: AdaptiveEmbedding) -> None:  # type: ignore[override]
+        self.transformer.word_emb = value
+
+    def get_output_embeddings(self) -> None:
+        """None: the softmax is no single matrix; it is `crit`."""
+        return None
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        cache: Any = None,
+        past_key_values: Any = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        return_logits: bool | None = None,
+        **kwargs: Any,
+    ) -> TransfoXLCausalLMOutput:
+        """Score or predict the tokens of one segment.
+
+        Args:
+            input_ids, attention_mask, inputs_embeds, cache, past_key_values, use_cache, output_attentions,
+            output_hidden_states: As for [`TransfoXLModel`].
+            labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
+                The tokens of the segment (`labels=input_ids`): position t is scored on `labels[:, t + 1]`, so the last
+                position is not scored. -100 is ignored.
+            shift_labels (`torch.LongTensor` of the same shape, *optional*, a keyword):
+                Targets already shifted: position t is scored on `shift_labels[:, t]`, so that the last token of a
+                segment is scored on the first of the next. They win over `labels`.
+            logits_to_keep (`int` or `torch.Tensor`): Logits of the last positions only (0: all), or of these
+            positions. return_logits (`bool`, *optional*):
+                Whether to compute `logits`. Default: yes, except in train mode with labels. Without them, scoring
+                builds no (tokens x vocabulary) tensor.
+            num_items_in_batch (*optional*, a keyword): Divides the sum of the losses instead of the number of targets.
+
+        Returns:
+            [`TransfoXLCausalLMOutput`]
+        """
+        shift_labels = kwargs.pop("shift_labels", None)
+        num_items = kwargs.pop("num_items_in_batch", None)
+        if (skip_logits := kwargs.pop("skip_logits", None)) is not None and return_logits is None:
+            return_logits = not skip_logits
+        self._refuse_unknown(kwargs, also_known=("shift_labels", "num_items_in_batch"))
+        inputs = input_ids if input_ids is not None else inputs_embeds
+        targets = self._targets(labels, shift_labels, inputs)
+
+        outputs = self.transformer(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            cache=cache,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+
+        loss = losses = None
+        if targets is not None:
+            losses = self.crit(hidden_states, targets)
+            count = (targets != -100).sum().clamp(min=1) if num_items is None else num_items
+            loss = losses.sum() / (count.to(losses.device) if isinstance(count, torch.Tensor) else count)
+        if return_logits is None:
+            return_logits = targets is None or not self.training
+        logits = None
+        if return_logits:
+            positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.crit.logits(hidden_states[:, positions])
+        return TransfoXLCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            losses=losses,
+            **{CACHE_NAME: outputs[CACHE_NAME] if CACHE_NAME in outputs else None},
+        )
+
+    def _targets(
+        self, labels: torch.Tensor | None, shift_labels: torch.Tensor | None, inputs: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """The token to score at each position, `(B, Q)`, -100 where there is none."""
+        for name, given in (("labels", labels), ("shift_labels", shift_labels)):
+            if given is not None and inputs is not None:
+                if given.shape != inputs.shape[:2]:
+                    raise ValueError(
+                        f"`{name}` must have the shape of the segment, {list(inputs.shape[:2])}, "
+                        f"but has {list(given.shape)}."
+                    )
+                check_token_ids(name, given, self.config.vocab_size, ignored=-100)
+        if shift_labels is not None:
+            return shift_labels.long()
+        if labels is None:
+            return None
+        return F.pad(labels[:, 1:].long(), (0, 1), value=-100)
+
+    # --- generation
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate tokens; see the library's `generate`.
+
+        `cache=` (or `past_key_values=`) takes a [`TransfoXLMemory`], which then holds the stream so far; the ids are
+        new ones, and the memory advances by all of them but the last generated token. Without it the library's own
+        cache gives the same numbers under the window rule.
+        """
+        cache = merge_caches(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
+        if cache is not None:
+            kwargs[CACHE_NAME] = cache
+        if isinstance(cache, TransfoXLMemory):
+            given = kwargs.get("generation_config") or self.generation_config
+            if kwargs.get("prefill_chunk_size", given.prefill_chunk_size) is not None:
+                raise ValueError("`prefill_chunk_size` must be None with a `TransfoXLMemory`; feed segments yourself.")
+            if kwargs.get("assistant_model") is not None or kwargs.get("prompt_lookup_num_tokens") is not None:
+                raise ValueError("Assisted decoding takes tokens back, which a `TransfoXLMemory` cannot do.")
+        if self.config.sliding_window <= 1:
+            # without memory, every step reads the whole segment
+            kwargs["use_cache"] = False
+        return super().generate(*args, **kwargs)
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Not supported: paged attention knows no position scores."""
+        raise NotImplementedError("Continuous batching has no relative positions; use `generate` on a padded batch.")
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        mask = inputs.get("attention_mask")
+        if mask is not None and isinstance(inputs.get(CACHE_NAME), TransfoXLMemory):
+            ids = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
+            # the memory knows which of its positions are real, and a generated token is
+            inputs["attention_mask"] = mask[:, -ids.shape[1] :] if ids.shape[1] > 1 else None
+        return inputs
+
+    @staticmethod
+    def create_masks_for_generate(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """The model makes its own masks for every cache, from the two-dimensional one."""
+        return attention_mask
+
+    def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Beams and several returned sequences each go on from a copy of their row's memory."""
+        memory = kwargs.get(CACHE_NAME)
+        if expand_size > 1 and isinstance(memory, TransfoXLMemory) and memory.batch_size is not None:
+            kwargs[CACHE_NAME] = memory.select(torch.arange(memory.batch_size).repeat_interleave(expand_size))
+        return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)  # type: ignore[misc]
+
+    # --- vocabulary
+
+    def resize_token_embeddings(  # type: ignore[override]
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> AdaptiveEmbedding:
+        """Grow or shrink the vocabulary at its end, in the last bucket; cutoffs stay.
+
+        Args:
+            new_num_tokens (`int`, *optional*): Size of the new vocabulary.
+            pad_to_multiple_of (`int`, *optional*): Round the size up to a multiple of this.
+            mean_resizing (`bool`): Start new tokens at the mean of their bucket, instead of at random.
+
+        Returns:
+            `AdaptiveEmbedding`: The embedding, resized.
+        """
+        config = self.config
+        size = config.vocab_size if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
+        last_cutoff = config.cutoffs[-1] if config.cutoffs else 0
+        if size <= last_cutoff:
+            raise ValueError(f"`new_num_tokens` must be above the last cutoff ({last_cutoff}), but is {size}.")
+        if size != config.vocab_size:
+            change = size - config.vocab_size
+            table: Any = self.transformer.word_emb.emb_layers[-1]
+            output: Any = self.crit.out_layers[-1]
+            with torch.no_grad():
+                is_tied = output.weight is table.weight
+                table.weight = self._resized(table.weight, change, mean_resizing)
+                output.weight = table.weight if is_tied else self._resized(output.weight, change, mean_resizing)
+                output.bias = self._resized(output.bias, change, mean_resizing)
+            table.num_embeddings = output.out_features = len(table.weight)
+            config.vocab_size = size
+            self.crit.vocab_size = size
+            self.crit.bucket_ends = self.transformer.word_emb.bucket_ends = config.bucket_ends
+            self.crit.shortlist_size = config.bucket_ends[0]
+        return self.transformer.word_emb
+
+    def _resized(self, weight: nn.Parameter, change: int, mean_resizing: bool) -> nn.Parameter:
+        old = weight.data
+        if change < 0:
+            return nn.Parameter(old[:change].clone(), requires_grad=weight.requires_grad)
+        new = old.float().mean(dim=0).to(old.dtype).expand(change, *old.shape[1:]).clone()
+        if not mean_resizing:
+            new = torch.zeros_like(new) if old.dim() == 1 else torch.empty_like(new).normal_(0.0, self.config.init_std)
+        return nn.Parameter(torch.cat([old, new]), requires_grad=weight.requires_grad)
+
+
+# the name in published `config.json` files; the same class, so that the library's pipelines inject no prompt
+TransfoXLLMHeadModel = TransfoXLForCausalLM
+
+
+class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
+    """Transformer-XL with a linear classifier on the last real token of each row."""
+
+    def __init__(self, config: TransfoXLConfig):
+        super().__init__(config)
+        assert config.num_labels is not None
+        self.num_labels = config.num_labels
+        self.transformer = TransfoXLModel(config)
+        # published name
+        self.score = nn.Linear(config.d_model, self.num_labels, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self) -> AdaptiveEmbedding:
+        return self.transformer.word_emb
+
+    def set_input_embeddings(self, value: AdaptiveEmbedding) -> None:  # type: ignore[override]
+        self.transformer.word_emb = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        cache: Any = None,
+        past_key_values: Any = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutputWithPast:
+        """Classify rows by their rightmost real token.
+
+        Args:
+            input_ids, attention_mask, inputs_embeds, cache, past_key_values, use_cache, output_attentions,
+            output_hidden_states: As for [`TransfoXLModel`]. Without a mask the rightmost token that is not
+                `pad_token_id` counts, if the configuration has one.
+            labels (`torch.Tensor` of shape `(batch_size,)` or `(batch_size, num_labels)`, *optional*):
+                Classes, numbers (regression) or 0/1 per class, by `config.problem_type`.
+
+        Returns:
+            `SequenceClassifierOutputWithPast` with `logits` of shape `(batch_size, num_labels)`.
+        """
+        self._refuse_unknown(kwargs)
+        num_items = kwargs.pop("num_items_in_batch", None)
+        outputs = self.transformer(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            cache=cache,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        batch_size, query_length = hidden_states.shape[:2]
+        if attention_mask is not None:
+            real = attention_mask[:, -query_length:].to(hidden_states.device) != 0
+        elif input_ids is not None and self.config.pad_token_id is not None:
+            real = input_ids != self.config.pad_token_id
+        else:
+            real = torch.ones(batch_size, query_length, dtype=torch.bool, device=hidden_states.device)
+        # index of the rightmost real token; 0 in a row without any
+        last = (real * torch.arange(query_length, device=real.device)).argmax(dim=-1)
+        pooled_logits = self.score(hidden_states[torch.arange(batch_size, device=last.device), last])
+
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=pooled_logits,
+                labels=labels,
+                pooled_logits=pooled_logits,
+                config=self.config,
+                num_items_in_batch=num_items,
+            )
+        return SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=pooled_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **{CACHE_NAME: outputs[CACHE_NAME] if CACHE_NAME in outputs else None},
+        )
+
+
+__all__ = [
+    "TransfoXLForCausalLM",
+    "TransfoXLForSequenceClassification",
+    "TransfoXLLMHeadModel",
+    "TransfoXLModel",
+    "TransfoXLPreTrainedModel",
+]
