@@ -86,7 +86,7 @@ class AdaptiveLogSoftmax(nn.Module):
     """Log-probabilities over a bucketed vocabulary; a plain softmax without clusters.
 
     `log p(w) = log p_head(w)` in the shortlist and `log p_head(cluster) + log p_cluster(w)` elsewhere. Everything from
-    the logits on is float32.
+    the logits on is float32 (float64 for a float64 model).
     """
 
     def __init__(self, config: TransfoXLConfig):
@@ -130,7 +130,7 @@ class AdaptiveLogSoftmax(nn.Module):
             logits = F.linear(hidden_states, table.weight[rows], table.bias[rows])
         if bucket == 0 and self.num_clusters:
             logits = torch.cat([logits, F.linear(hidden_states, self.cluster_weight, self.cluster_bias)], dim=-1)
-        return logits.float()
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What a language model returns as logits: plain logits without clusters, log-probabilities with them.

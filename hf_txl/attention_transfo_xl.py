@@ -194,9 +194,10 @@ def eager_attention(
     scaling: float,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention spelt out; the softmax is float32. Returns `(B, Q, H, D)` and probabilities `(B, H, Q, K)`."""
+    """Softmax attention spelt out, at least in float32. Returns `(B, Q, H, D)` and probabilities `(B, H, Q, K)`."""
     scores = torch.matmul(query * scaling, key.transpose(-1, -2)) + position_bias
-    probabilities = F.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    precision = torch.promote_types(scores.dtype, torch.float32)
+    probabilities = F.softmax(scores, dim=-1, dtype=precision).to(value.dtype)
     output = torch.matmul(F.dropout(probabilities, dropout, module.training), value)
     return output.transpose(1, 2), probabilities
 

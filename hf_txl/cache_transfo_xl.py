@@ -160,6 +160,11 @@ class TransfoXLMemory(Cache):
         return 0 if tensor is None else tensor.shape[-2]
 
     @property
+    def holds_hidden_states(self) -> bool:
+        """Whether the stored positions are hidden states."""
+        return self.layers[0].hidden_states is not None
+
+    @property
     def start_slots(self) -> int:
         """Zero states attended to before the stored positions."""
         return self.mem_len - self.stored_length if self.memory_init == "zeros" else 0
@@ -183,7 +188,7 @@ class TransfoXLMemory(Cache):
             ValueError: if the memory belongs to another batch, device, type or model, or holds keys and values where
                 gradients are recorded.
         """
-        batch_size = inputs_embeds.shape[0]
+        batch_size, query_length = inputs_embeds.shape[:2]
         if self.batch_size not in (None, batch_size):
             raise ValueError(
                 f"`cache` must have the batch size of the input ({batch_size}), but holds {self.batch_size} streams. "
@@ -195,7 +200,7 @@ class TransfoXLMemory(Cache):
                 f"`cache` must be on the device of the model ({inputs_embeds.device}), but is on {stored.device}; "
                 "move it with `to(device)`."
             )
-        if self.storage == "hidden_states" and stored is not None:
+        if stored is not None and self.holds_hidden_states:
             if stored.shape[-1] != inputs_embeds.shape[-1]:
                 raise ValueError(
                     f"`cache` must hold states of width `d_model` ({inputs_embeds.shape[-1]}), but they have "
@@ -205,11 +210,14 @@ class TransfoXLMemory(Cache):
                 raise ValueError(
                     f"`cache` must have the dtype of the model ({inputs_embeds.dtype}), but has {stored.dtype}."
                 )
-        storage: str | None = self.stores
-        if storage == "auto" and stored is not None:
-            storage = self.storage
-        elif storage == "auto":
-            storage = "hidden_states" if records_gradients else "keys_values"
+        held = None if stored is None else "hidden_states" if self.holds_hidden_states else "keys_values"
+        if self.stores != "auto":
+            storage = self.stores
+        elif records_gradients:
+            storage = held or "hidden_states"
+        else:
+            # single tokens come in long rows: then it pays not to project the memory again each time
+            storage = "hidden_states" if held == "hidden_states" and query_length > 1 else "keys_values"
         if records_gradients and storage == "keys_values":
             raise ValueError(
                 "`cache` must store hidden states where gradients are recorded, but holds keys and values: through "
@@ -232,7 +240,6 @@ class TransfoXLMemory(Cache):
             if layer.hidden_states is not None:
                 keys, values = project(index, layer.hidden_states)
                 layer.replace({"keys": keys, "values": values})
-        self.storage = "keys_values"
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -461,7 +468,7 @@ class TransfoXLMemory(Cache):
         Raises:
             ValueError: if keys and values are stored, or rows of different length have no zeros to fill them.
         """
-        if self.storage == "keys_values":
+        if self.stored_length and not self.holds_hidden_states:
             raise ValueError("`to_mems` needs hidden states, but this memory stores keys and values (`stores=`).")
         if self.stored_length == 0:
             return []

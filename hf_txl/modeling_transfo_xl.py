@@ -226,7 +226,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*): Token ids.
             attention_mask (`torch.Tensor` of shape `(batch_size, sequence_length)`, *optional*):
                 1 for real tokens, 0 for pads, which may lie anywhere: they take no distance and are not remembered.
-                With one of the library's caches it may cover what the cache has seen as well, as in `generate`.
+                With one of the library's caches it may cover what the cache has seen as well, as in `generate`; there,
+                pads between tokens take up slots of the window until they leave it.
             inputs_embeds (`torch.FloatTensor` of shape `(batch_size, sequence_length, d_model)`, *optional*):
                 Input of the first layer instead of `input_ids`, used as it is (`get_input_embeddings()` scales).
             cache / past_key_values (`TransfoXLMemory` or a cache of the library, *optional*):
@@ -271,9 +272,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                     f"`cache` must have `n_layer` ({config.n_layer}) layers, but has {len(memory.layers)}."
                 )
             memory.begin(hidden_states, mask, records_gradients)
-            if memory.stores == "auto" and memory.storage == "hidden_states":
-                if query_length == 1 and not records_gradients:
-                    memory.convert_to_keys_values(self._project_memory)
+            if memory.storage == "keys_values" and memory.holds_hidden_states:
+                memory.convert_to_keys_values(self._project_memory)
             layout, clamp_len = self._memory_layout(memory, mask, query_length), memory.clamp_len
         else:
             layout, clamp_len = self._stock_layout(stock_cache, cache is None, mask, query_length), config.clamp_len
