@@ -131,20 +131,23 @@ class RelativeKeys:
         num_distances (`int`): Rows for distances `num_distances - 1 … 0`.
         num_future (`int`): Rows for future keys.
         embeddings (`torch.Tensor` of shape `(num_distances + num_future, d_model)`): The table.
+        clamp_len (`int`): Distance above which the rows are the same.
         keeps (`bool`): Whether projections are kept.
     """
 
-    def __init__(self, num_distances: int, num_future: int, embeddings: torch.Tensor, keeps: bool):
+    def __init__(self, num_distances: int, num_future: int, embeddings: torch.Tensor, clamp_len: int, keeps: bool):
         self.num_distances = num_distances
         self.num_future = num_future
         self.embeddings = embeddings
+        self.clamp_len = clamp_len
         self.keeps = keeps
         self.projections: dict[int, torch.Tensor] = {}
 
-    def fits(self, layout: AttentionLayout, like: torch.Tensor) -> bool:
+    def fits(self, layout: AttentionLayout, clamp_len: int, like: torch.Tensor) -> bool:
         """Whether the table covers a call and has the type and device of `like`."""
         return (
-            layout.key_length <= self.num_distances
+            clamp_len == self.clamp_len
+            and layout.key_length <= self.num_distances
             and layout.query_length <= self.num_future
             and self.embeddings.dtype == like.dtype
             and self.embeddings.device == like.device

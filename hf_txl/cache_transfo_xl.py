@@ -8,6 +8,7 @@ copies may share tensors.
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,6 +65,17 @@ class TransfoXLMemoryLayer(CacheLayerMixin):
         return -1
 
 
+@dataclass
+class SegmentInProgress:
+    """What a forward is about to write: nothing of the memory changes before the segment ends."""
+
+    mask: torch.Tensor | None
+    # stored hidden states as keys and values, per layer, where they are converted
+    converted: list[dict[str, torch.Tensor]]
+    # the memory after the segment, per layer
+    staged: list[dict[str, torch.Tensor]]
+
+
 class TransfoXLMemory(Cache):
     """Memory of a Transformer-XL, passed to a model as `cache=`; a call of the model advances it.
 
@@ -79,7 +91,8 @@ class TransfoXLMemory(Cache):
         stores (`str`, defaults to `"auto"`):
             `"hidden_states"` (needed where a memory filled without gradients is trained on), `"keys_values"`
             (inference), or `"auto"`: hidden states where the model's forward records gradients, else keys and values;
-            such hidden states become keys and values at the first single-token step without gradients.
+            such hidden states become keys and values at the first single-token step without gradients. Keys and values
+            are frozen: after a change of the weights, `reset()` or start a new memory.
         batch_size (`int`, *optional*): Number of streams; taken from the first segment if not given.
 
     Example:
@@ -123,16 +136,13 @@ class TransfoXLMemory(Cache):
     def _forget(self) -> None:
         for layer in self.layers:
             layer.replace({})
-        # "hidden_states" or "keys_values" once something is stored
-        self.storage: str | None = None
         # real positions per row, right-aligned in the stored tensors; `None`: all of them are real
         self.lengths: torch.Tensor | None = None
         # a lower bound of `lengths` that is known without asking the device
         self.shortest = 0
         # projected position tables of the stream, kept as long as the keys are
         self.relative_keys: Any = None
-        self._staged: list[dict[str, torch.Tensor]] = []
-        self._segment_mask: torch.Tensor | None = None
+        self._segment: SegmentInProgress | None = None
 
     def __repr__(self) -> str:
         return (
@@ -160,9 +170,10 @@ class TransfoXLMemory(Cache):
         return 0 if tensor is None else tensor.shape[-2]
 
     @property
-    def holds_hidden_states(self) -> bool:
-        """Whether the stored positions are hidden states."""
-        return self.layers[0].hidden_states is not None
+    def storage(self) -> str | None:
+        """What is stored now: `"hidden_states"`, `"keys_values"`, or `None` for nothing."""
+        tensors = self.layers[0].tensors
+        return None if not tensors else "hidden_states" if "hidden_states" in tensors else "keys_values"
 
     @property
     def start_slots(self) -> int:
@@ -176,7 +187,7 @@ class TransfoXLMemory(Cache):
         age = torch.arange(self.stored_length, 0, -1, device=self.lengths.device)
         return age <= self.lengths[:, None]
 
-    def begin(self, inputs_embeds: torch.Tensor, segment_mask: torch.Tensor | None, records_gradients: bool) -> None:
+    def begin(self, inputs_embeds: torch.Tensor, segment_mask: torch.Tensor | None, records_gradients: bool) -> str:
         """Check the memory against a segment and decide what is stored.
 
         Args:
@@ -184,91 +195,85 @@ class TransfoXLMemory(Cache):
             segment_mask (`torch.Tensor` of shape `(batch_size, query_length)`, *optional*): Real tokens.
             records_gradients (`bool`): Whether the forward that begins can be differentiated.
 
+        Returns:
+            `str`: `"hidden_states"` or `"keys_values"`: what this segment will be remembered by.
+
         Raises:
             ValueError: if the memory belongs to another batch, device, type or model, or holds keys and values where
                 gradients are recorded.
         """
-        batch_size, query_length = inputs_embeds.shape[:2]
-        if self.batch_size not in (None, batch_size):
-            raise ValueError(
-                f"`cache` must have the batch size of the input ({batch_size}), but holds {self.batch_size} streams. "
-                "`select(rows)` keeps some of them; `reset()` and a new memory start afresh."
-            )
-        stored = next(iter(self.layers[0].tensors.values()), None)
-        if stored is not None and stored.device != inputs_embeds.device:
-            raise ValueError(
-                f"`cache` must be on the device of the model ({inputs_embeds.device}), but is on {stored.device}; "
-                "move it with `to(device)`."
-            )
-        if stored is not None and self.holds_hidden_states:
-            if stored.shape[-1] != inputs_embeds.shape[-1]:
-                raise ValueError(
-                    f"`cache` must hold states of width `d_model` ({inputs_embeds.shape[-1]}), but they have "
-                    f"{stored.shape[-1]} numbers."
-                )
-            if stored.dtype != inputs_embeds.dtype:
-                raise ValueError(
-                    f"`cache` must have the dtype of the model ({inputs_embeds.dtype}), but has {stored.dtype}."
-                )
-        held = None if stored is None else "hidden_states" if self.holds_hidden_states else "keys_values"
+        self._check(inputs_embeds)
         if self.stores != "auto":
             storage = self.stores
         elif records_gradients:
-            storage = held or "hidden_states"
+            storage = self.storage or "hidden_states"
         else:
             # single tokens come in long rows: then it pays not to project the memory again each time
-            storage = "hidden_states" if held == "hidden_states" and query_length > 1 else "keys_values"
+            goes_on = self.storage == "hidden_states" and inputs_embeds.shape[1] > 1
+            storage = "hidden_states" if goes_on else "keys_values"
         if records_gradients and storage == "keys_values":
             raise ValueError(
                 "`cache` must store hidden states where gradients are recorded, but holds keys and values: through "
                 "them no gradient reaches the key and value projections from the memory, about half of it. "
                 "Use `TransfoXLMemory(config, stores='hidden_states')`, or `torch.no_grad()` for inference."
             )
-        self.storage = storage
-        self._staged = [{} for _ in self.layers]
-        self._segment_mask = segment_mask
+        self._segment = SegmentInProgress(segment_mask, [{} for _ in self.layers], [{} for _ in self.layers])
+        return storage
 
-    def convert_to_keys_values(
-        self, project: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
-        """Replace stored hidden states by their keys and values.
+    def _check(self, inputs_embeds: torch.Tensor) -> None:
+        batch_size, _, width = inputs_embeds.shape
+        if self.batch_size not in (None, batch_size):
+            raise ValueError(
+                f"`cache` must have the batch size of the input ({batch_size}), but holds {self.batch_size} streams. "
+                "`select(rows)` keeps some of them; `reset()` and a new memory start afresh."
+            )
+        stored = next(iter(self.layers[0].tensors.values()), None)
+        if stored is None:
+            return
+        if stored.device != inputs_embeds.device:
+            raise ValueError(
+                f"`cache` must be on the device of the model ({inputs_embeds.device}), but is on {stored.device}; "
+                "move it with `to(device)`."
+            )
+        if self.storage == "hidden_states" and (stored.shape[-1] != width or stored.dtype != inputs_embeds.dtype):
+            raise ValueError(
+                f"`cache` must hold states of width `d_model` ({width}) and dtype {inputs_embeds.dtype}, as the model "
+                f"computes, but holds width {stored.shape[-1]} and dtype {stored.dtype}."
+            )
 
-        Args:
-            project (`Callable`): From layer index and `(B, S, d_model)` to keys and values `(B, H, S, D)`.
-        """
-        for index, layer in enumerate(self.layers):
-            if layer.hidden_states is not None:
-                keys, values = project(index, layer.hidden_states)
-                layer.replace({"keys": keys, "values": values})
+    def convert(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Let keys and values `(B, H, S, D)` stand for the stored hidden states of a layer from this segment on."""
+        self._in_progress.converted[layer_idx] = {"keys": keys, "values": values}
+
+    @property
+    def _in_progress(self) -> SegmentInProgress:
+        assert self._segment is not None, "a segment is read between `begin` and `commit`"
+        return self._segment
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of memory and segment, `(B, H, S + Q, D)`; the newest are kept when the segment ends."""
-        layer = self.layers[layer_idx]
+        before = self._in_progress.converted[layer_idx] or self.layers[layer_idx].tensors
         full = {}
         for name, new in (("keys", key_states), ("values", value_states)):
-            stored = getattr(layer, name)
-            if stored is not None and (stored.dtype != new.dtype or stored.shape[1::2] != new.shape[1::2]):
-                raise ValueError(
-                    f"`cache` must hold {name} of {new.shape[1]} heads with {new.shape[3]} numbers each and dtype "
-                    f"{new.dtype}, as the model computes, but holds {stored.shape[1]} heads with {stored.shape[3]} "
-                    f"numbers and dtype {stored.dtype}."
-                )
+            stored = before.get(name)
+            if stored is not None:
+                check_keys(stored, new)
             full[name] = new if stored is None else torch.cat([stored, new], dim=2)
-            self._staged[layer_idx][name] = self._keep(stored, new, full[name])
+            self._in_progress.staged[layer_idx][name] = self._keep(stored, new, full[name])
         return full["keys"], full["values"]
 
     def write(self, layer_idx: int, hidden_states: torch.Tensor) -> None:
         """Remember the input of a layer, `(B, Q, d_model)`, without its gradient, when the segment ends."""
         stored = self.layers[layer_idx].hidden_states
-        self._staged[layer_idx]["hidden_states"] = self._keep(stored, hidden_states.detach(), None)
+        self._in_progress.staged[layer_idx]["hidden_states"] = self._keep(stored, hidden_states.detach(), None)
 
     def _keep(self, stored: torch.Tensor | None, new: torch.Tensor, full: torch.Tensor | None) -> torch.Tensor:
         """The newest `mem_len` real positions of each row, right-aligned; time is the last dimension but one."""
         stored_length, new_length = 0 if stored is None else stored.shape[-2], new.shape[-2]
         kept = min(self.mem_len, stored_length + new_length)
-        if self._segment_mask is None:
+        if self._in_progress.mask is None:
             from_new = min(kept, new_length)
             newest = new.narrow(-2, new_length - from_new, from_new)
             if stored is None or kept == from_new:
@@ -288,17 +293,17 @@ class TransfoXLMemory(Cache):
 
     def real_mask(self, stored_length: int) -> torch.Tensor:
         """Which positions of memory and a segment with a mask are real, `(B, S + Q)`."""
-        assert self._segment_mask is not None
-        stored_mask = self.stored_mask()
+        mask, stored_mask = self._in_progress.mask, self.stored_mask()
+        assert mask is not None
         if stored_mask is None:
-            return F.pad(self._segment_mask, (stored_length, 0), value=True)
-        return torch.cat([stored_mask, self._segment_mask], dim=1)
+            return F.pad(mask, (stored_length, 0), value=True)
+        return torch.cat([stored_mask, mask], dim=1)
 
     def commit(self, batch_size: int, query_length: int) -> None:
         """End a segment: what was staged becomes the memory. Until then a failed forward leaves it as it was."""
         stored_length = self.stored_length
         kept = min(self.mem_len, stored_length + query_length)
-        if self._segment_mask is not None:
+        if self._in_progress.mask is not None:
             self.lengths = self.real_mask(stored_length).sum(dim=1).clamp(max=self.mem_len)
             self.shortest = min(self.shortest, self.mem_len)
         else:
@@ -308,10 +313,10 @@ class TransfoXLMemory(Cache):
         if self.shortest >= kept:
             self.lengths = None
         if kept:
-            for layer, tensors in zip(self.layers, self._staged, strict=True):
+            for layer, tensors in zip(self.layers, self._in_progress.staged, strict=True):
                 layer.replace(tensors)
         self._batch_size = batch_size
-        self._staged, self._segment_mask = [], None
+        self._segment = None
 
     # --- what users do with it
 
@@ -328,6 +333,8 @@ class TransfoXLMemory(Cache):
             return
         if self.batch_size is None or self.stored_length == 0:
             return
+        # a stream that starts afresh is read with the weights of now
+        self.relative_keys = None
         device = next(iter(self.layers[0].tensors.values())).device
         index = self._row_index(rows, device)
         if self.lengths is None:
@@ -454,7 +461,6 @@ class TransfoXLMemory(Cache):
         kept = min(memory.mem_len, shape[0])
         memory._batch_size = shape[1]
         if kept:
-            memory.storage = "hidden_states"
             memory.shortest = kept
             for layer, mem in zip(memory.layers, mems, strict=True):
                 layer.replace({"hidden_states": mem[shape[0] - kept :].transpose(0, 1).detach().clone()})
@@ -468,7 +474,7 @@ class TransfoXLMemory(Cache):
         Raises:
             ValueError: if keys and values are stored, or rows of different length have no zeros to fill them.
         """
-        if self.stored_length and not self.holds_hidden_states:
+        if self.storage == "keys_values":
             raise ValueError("`to_mems` needs hidden states, but this memory stores keys and values (`stores=`).")
         if self.stored_length == 0:
             return []
@@ -498,7 +504,7 @@ class TransfoXLMemory(Cache):
         }
         if self.lengths is not None:
             tensors["lengths"] = self.lengths
-        progress = {"_batch_size": self.batch_size, "storage": self.storage, "shortest": self.shortest}
+        progress = {"_batch_size": self.batch_size, "shortest": self.shortest}
         return {**tensors, "settings": self._settings(), "progress": progress}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -545,6 +551,21 @@ class TransfoXLMemory(Cache):
     def activate_past_recording(self) -> None:
         raise ValueError(
             "Assisted decoding takes tokens back, which a `TransfoXLMemory` cannot do; generate without `cache`."
+        )
+
+
+def check_keys(stored: torch.Tensor, new: torch.Tensor) -> None:
+    """Refuse stored keys or values `(B, H, S, D)` that another model, batch or type has left."""
+    if stored.shape[:2] != new.shape[:2] or stored.shape[3] != new.shape[3]:
+        raise ValueError(
+            f"`cache` must hold keys and values of batch size {new.shape[0]} and {new.shape[1]} heads with "
+            f"{new.shape[3]} numbers each, as the model computes, but has batch size {stored.shape[0]} and "
+            f"{stored.shape[1]} heads with {stored.shape[3]} numbers."
+        )
+    if stored.dtype != new.dtype or stored.device != new.device:
+        raise ValueError(
+            f"`cache` must hold keys and values of dtype {new.dtype} on {new.device}, as the model computes, but they "
+            f"have dtype {stored.dtype} on {stored.device}."
         )
 
 

@@ -25,7 +25,7 @@ from transformers.utils.generic import TransformersKwargs
 
 from .adaptive_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax
 from .attention_transfo_xl import ATTENTION_CLASSES, AttentionLayout, RelativeKeys, sinusoid_embeddings
-from .cache_transfo_xl import TransfoXLMemory
+from .cache_transfo_xl import TransfoXLMemory, check_keys
 from .configuration_transfo_xl import TransfoXLConfig, segment_window
 
 logger = logging.get_logger(__name__)
@@ -160,6 +160,56 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         if arguments.get("is_causal") is False:
             raise ValueError("`is_causal` must be True: a Transformer-XL reads in one direction, but it is False.")
 
+    # --- vocabulary
+
+    def resize_token_embeddings(  # type: ignore[override]
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> AdaptiveEmbedding:
+        """Grow or shrink the vocabulary at its end, in the last bucket; cutoffs stay.
+
+        Args:
+            new_num_tokens (`int`, *optional*): Size of the new vocabulary.
+            pad_to_multiple_of (`int`, *optional*): Round the size up to a multiple of this.
+            mean_resizing (`bool`): Start new tokens at the mean of their bucket, instead of at random.
+
+        Returns:
+            `AdaptiveEmbedding`: The embedding, resized.
+        """
+        config = self.config
+        size = config.vocab_size if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
+        last_cutoff = config.cutoffs[-1] if config.cutoffs else 0
+        if size <= last_cutoff:
+            raise ValueError(f"`new_num_tokens` must be above the last cutoff ({last_cutoff}), but is {size}.")
+        embedding: Any = self.get_input_embeddings()
+        if size != config.vocab_size:
+            change = size - config.vocab_size
+            config.vocab_size = size
+            table = embedding.emb_layers[-1]
+            old_weight, table.weight = table.weight, self._resized(table.weight, change, mean_resizing)
+            table.num_embeddings = len(table.weight)
+            embedding.bucket_ends = config.bucket_ends
+            if isinstance(crit := getattr(self, "crit", None), AdaptiveLogSoftmax):
+                output: Any = crit.out_layers[-1]
+                is_tied = output.weight is old_weight
+                output.weight = table.weight if is_tied else self._resized(output.weight, change, mean_resizing)
+                output.bias = self._resized(output.bias, change, mean_resizing)
+                output.out_features = len(output.weight)
+                crit.vocab_size, crit.bucket_ends = size, config.bucket_ends
+                crit.shortlist_size = crit.bucket_ends[0]
+        return embedding
+
+    @torch.no_grad()
+    def _resized(self, weight: nn.Parameter, change: int, mean_resizing: bool) -> nn.Parameter:
+        old = weight.data
+        if change < 0:
+            return nn.Parameter(old[:change].clone(), requires_grad=weight.requires_grad)
+        new = old.float().mean(dim=0).to(old.dtype).expand(change, *old.shape[1:]).clone()
+        if not mean_resizing:
+            new = torch.zeros_like(new) if old.dim() == 1 else torch.empty_like(new).normal_(0.0, self.config.init_std)
+        return nn.Parameter(torch.cat([old, new]), requires_grad=weight.requires_grad)
+
 
 def merge_caches(cache: Any, past_key_values: Any) -> Any:
     """One cache of the two names of the argument."""
@@ -168,19 +218,19 @@ def merge_caches(cache: Any, past_key_values: Any) -> Any:
     return past_key_values if cache is None else cache
 
 
-def check_token_ids(name: str, ids: torch.Tensor, vocab_size: int, ignored: int | None = None) -> None:
-    """Refuse ids that no embedding or softmax column has. Not while compiling: it reads values."""
+def check_ids(name: str, ids: torch.Tensor, size: int, ignored: int | None = None, bound: str = "vocab_size") -> None:
+    """Refuse ids that no embedding row or output column has. Not while compiling: it reads values."""
     if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
         raise TypeError(f"`{name}` must hold integers, but has dtype {ids.dtype}.")
     if torch.compiler.is_compiling() or ids.is_meta or ids.numel() == 0:
         return
-    wrong = (ids < 0) | (ids >= vocab_size)
+    wrong = (ids < 0) | (ids >= size)
     if ignored is not None:
         wrong &= ids != ignored
     if wrong.any():
         also = f" or {ignored}" if ignored is not None else ""
         raise ValueError(
-            f"`{name}` must be between 0 and {vocab_size - 1} (`vocab_size` {vocab_size}){also}, "
+            f"`{name}` must be between 0 and {size - 1} (`{bound}` is {size}){also}, "
             f"but has values from {ids.min().item()} to {ids.max().item()}."
         )
 
@@ -252,42 +302,38 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         cache = merge_caches(cache, past_key_values)
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        if (input_ids is None) == (inputs_embeds is None):
-            given = "neither" if input_ids is None else "both"
-            raise ValueError(f"Exactly one of `input_ids` and `inputs_embeds` must be given, but {given} are.")
-        self._check_inputs(input_ids, inputs_embeds)
-        # a copy, since a memory may keep the input of the first layer
-        hidden_states = self.word_emb(input_ids) if inputs_embeds is None else inputs_embeds.clone()
+        hidden_states = self._embed(input_ids, inputs_embeds)
         batch_size, query_length = hidden_states.shape[:2]
         records_gradients = torch.is_grad_enabled() and (
             hidden_states.requires_grad or any(parameter.requires_grad for parameter in self.parameters())
         )
 
         memory = cache if isinstance(cache, TransfoXLMemory) else None
-        stock_cache = self._stock_cache(cache, use_cache) if memory is None else None
+        stock_cache = self._stock_cache(cache, use_cache, hidden_states) if memory is None else None
         mask = self._real_tokens(attention_mask, hidden_states, stock_cache)
         if memory is not None:
             if len(memory.layers) != config.n_layer:
                 raise ValueError(
                     f"`cache` must have `n_layer` ({config.n_layer}) layers, but has {len(memory.layers)}."
                 )
-            memory.begin(hidden_states, mask, records_gradients)
-            if memory.storage == "keys_values" and memory.holds_hidden_states:
-                memory.convert_to_keys_values(self._project_memory)
+            storage = memory.begin(hidden_states, mask, records_gradients)
             layout, clamp_len = self._memory_layout(memory, mask, query_length), memory.clamp_len
         else:
             layout, clamp_len = self._stock_layout(stock_cache, cache is None, mask, query_length), config.clamp_len
-        stores_keys = stock_cache if memory is None else (memory if memory.storage == "keys_values" else None)
+        stores_keys = stock_cache if memory is None else (memory if storage == "keys_values" else None)
         relative_keys = self._relative_keys(layout, clamp_len, hidden_states, stores_keys, records_gradients)
 
         hidden_states = self.drop(hidden_states)
         biases = None if config.untie_r else (self.r_w_bias, self.r_r_bias)
         all_hidden_states, all_attentions = [hidden_states], []
+        layer: Any
         for layer_idx, layer in enumerate(self.layers):
-            stored = None
-            if memory is not None and memory.storage == "hidden_states":
-                stored = memory.layers[layer_idx].hidden_states
+            stored = None if memory is None else memory.layers[layer_idx].hidden_states
+            if memory is not None and stores_keys is None:
                 memory.write(layer_idx, hidden_states)
+            elif memory is not None and stored is not None:
+                memory.convert(layer_idx, *layer.dec_attn.project_memory(stored))
+                stored = None
             hidden_states, probabilities = layer(
                 hidden_states, layout, relative_keys, stored, stores_keys, biases, output_attentions
             )
@@ -304,29 +350,32 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             **{CACHE_NAME: stock_cache if memory is None else memory},
         )
 
-    def _project_memory(self, layer_idx: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        layer: Any = self.layers[layer_idx]
-        return layer.dec_attn.project_memory(states)
-
-    def _check_inputs(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
-        if input_ids is not None:
-            if input_ids.dim() != 2:
-                raise ValueError(
-                    f"`input_ids` must have shape (batch_size, sequence_length), but has {list(input_ids.shape)}."
-                )
-            check_token_ids("input_ids", input_ids, self.config.vocab_size)
-        elif inputs_embeds is not None and (
-            inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != self.config.d_model
-        ):
+    def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
+        """Input of the first layer, `(B, Q, d_model)`, before dropout."""
+        if (input_ids is None) == (inputs_embeds is None):
+            given = "neither" if input_ids is None else "both"
+            raise ValueError(f"Exactly one of `input_ids` and `inputs_embeds` must be given, but {given} are.")
+        d_model = self.config.d_model
+        if input_ids is not None and input_ids.dim() != 2:
             raise ValueError(
-                f"`inputs_embeds` must have shape (batch_size, sequence_length, d_model={self.config.d_model}), "
+                f"`input_ids` must have shape (batch_size, sequence_length), but has {list(input_ids.shape)}."
+            )
+        if inputs_embeds is not None and (inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != d_model):
+            raise ValueError(
+                f"`inputs_embeds` must have shape (batch_size, sequence_length, d_model={d_model}), "
                 f"but has {list(inputs_embeds.shape)}."
             )
         for name, tensor in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)):
             if tensor is not None and 0 in tensor.shape[:2]:
                 raise ValueError(f"`{name}` must hold at least one token per row, but has shape {list(tensor.shape)}.")
+        if inputs_embeds is not None:
+            # a copy, since a memory may keep the input of the first layer
+            return inputs_embeds.clone()
+        assert input_ids is not None
+        check_ids("input_ids", input_ids, self.config.vocab_size)
+        return self.word_emb(input_ids.long())
 
-    def _stock_cache(self, cache: Any, use_cache: bool | None) -> Any:
+    def _stock_cache(self, cache: Any, use_cache: bool | None, inputs_embeds: torch.Tensor) -> Any:
         """The library's cache to use: the one given, a new one to return, or none."""
         window = self.config.sliding_window
         if cache is not None:
@@ -335,6 +384,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                     "`cache` must be a `TransfoXLMemory` or a `Cache` of transformers, but is a "
                     f"{type(cache).__name__}; `TransfoXLMemory.from_mems` reads a list of tensors."
                 )
+            self._check_stock_cache(cache, inputs_embeds)
             if window <= 1:
                 logger.warning_once(f"`cache` is ignored: with `mem_len={self.config.mem_len}` nothing is remembered.")
                 return None
@@ -353,6 +403,25 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             # an exported program returns tensors; ask for a cache explicitly to export with one
             use_cache = self.config.use_cache and not torch.compiler.is_exporting()
         return DynamicCache(config=self.config) if use_cache and not self.training and window > 1 else None
+
+    def _check_stock_cache(self, cache: Any, inputs_embeds: torch.Tensor) -> None:
+        """Refuse what another model or batch has left; the library would fail deep inside, or not at all."""
+        config = self.config
+        # a cache without a configuration makes its layers one by one
+        if len(cache.layers) not in (0, config.n_layer):
+            raise ValueError(f"`cache` must have `n_layer` ({config.n_layer}) layers, but has {len(cache.layers)}.")
+        stored = getattr(cache.layers[0], "keys", None) if cache.layers else None
+        if stored is None or stored.numel() == 0:
+            return
+        # autocast decides the type of new keys later on
+        autocast = torch.is_autocast_enabled(inputs_embeds.device.type)
+        dtype = stored.dtype if autocast else inputs_embeds.dtype
+        check_keys(
+            stored,
+            torch.empty(
+                inputs_embeds.shape[0], config.n_head, 0, config.d_head, dtype=dtype, device=inputs_embeds.device
+            ),
+        )
 
     def _real_tokens(
         self, attention_mask: torch.Tensor | None, inputs_embeds: torch.Tensor, stock_cache: Any
@@ -435,11 +504,11 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         records_gradients: bool,
     ) -> RelativeKeys:
         """Position table of this call, taken from the cache where it keeps keys and values."""
-        keeps = stores_keys is not None and not records_gradients
+        keeps = stores_keys is not None and not records_gradients and not self.training
         if keeps:
             kept = getattr(stores_keys, "relative_keys", None)
             is_new_stream = stores_keys.get_seq_length() == 0 and not isinstance(stores_keys, TransfoXLMemory)
-            if kept is not None and not is_new_stream and kept.fits(layout, like):
+            if kept is not None and not is_new_stream and kept.fits(layout, clamp_len, like):
                 return kept
         num_distances, num_future = layout.key_length, layout.query_length
         if keeps:
@@ -449,7 +518,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         distances = torch.arange(num_distances - 1, -num_future - 1, -1, device=like.device)
         distances = distances.clamp(min=0, max=clamp_len if clamp_len > 0 else None)
         embeddings = self.drop(sinusoid_embeddings(distances, self.config.d_model).to(like.dtype))
-        relative_keys = RelativeKeys(num_distances, num_future, embeddings, keeps)
+        relative_keys = RelativeKeys(num_distances, num_future, embeddings, clamp_len, keeps)
         if keeps:
             stores_keys.relative_keys = relative_keys
         return relative_keys
@@ -583,7 +652,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
                         f"`{name}` must have the shape of the segment, {list(inputs.shape[:2])}, "
                         f"but has {list(given.shape)}."
                     )
-                check_token_ids(name, given, self.config.vocab_size, ignored=-100)
+                check_ids(name, given, self.config.vocab_size, ignored=-100)
         if shift_labels is not None:
             return shift_labels.long()
         if labels is None:
@@ -638,53 +707,6 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             kwargs[CACHE_NAME] = memory.select(torch.arange(memory.batch_size).repeat_interleave(expand_size))
         return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)  # type: ignore[misc]
 
-    # --- vocabulary
-
-    def resize_token_embeddings(  # type: ignore[override]
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-    ) -> AdaptiveEmbedding:
-        """Grow or shrink the vocabulary at its end, in the last bucket; cutoffs stay.
-
-        Args:
-            new_num_tokens (`int`, *optional*): Size of the new vocabulary.
-            pad_to_multiple_of (`int`, *optional*): Round the size up to a multiple of this.
-            mean_resizing (`bool`): Start new tokens at the mean of their bucket, instead of at random.
-
-        Returns:
-            `AdaptiveEmbedding`: The embedding, resized.
-        """
-        config = self.config
-        size = config.vocab_size if new_num_tokens is None else new_num_tokens
-        if pad_to_multiple_of is not None:
-            size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
-        last_cutoff = config.cutoffs[-1] if config.cutoffs else 0
-        if size <= last_cutoff:
-            raise ValueError(f"`new_num_tokens` must be above the last cutoff ({last_cutoff}), but is {size}.")
-        if size != config.vocab_size:
-            change = size - config.vocab_size
-            table: Any = self.transformer.word_emb.emb_layers[-1]
-            output: Any = self.crit.out_layers[-1]
-            with torch.no_grad():
-                is_tied = output.weight is table.weight
-                table.weight = self._resized(table.weight, change, mean_resizing)
-                output.weight = table.weight if is_tied else self._resized(output.weight, change, mean_resizing)
-                output.bias = self._resized(output.bias, change, mean_resizing)
-            table.num_embeddings = output.out_features = len(table.weight)
-            config.vocab_size = size
-            self.crit.vocab_size = size
-            self.crit.bucket_ends = self.transformer.word_emb.bucket_ends = config.bucket_ends
-            self.crit.shortlist_size = config.bucket_ends[0]
-        return self.transformer.word_emb
-
-    def _resized(self, weight: nn.Parameter, change: int, mean_resizing: bool) -> nn.Parameter:
-        old = weight.data
-        if change < 0:
-            return nn.Parameter(old[:change].clone(), requires_grad=weight.requires_grad)
-        new = old.float().mean(dim=0).to(old.dtype).expand(change, *old.shape[1:]).clone()
-        if not mean_resizing:
-            new = torch.zeros_like(new) if old.dim() == 1 else torch.empty_like(new).normal_(0.0, self.config.init_std)
-        return nn.Parameter(torch.cat([old, new]), requires_grad=weight.requires_grad)
-
 
 # the name in published `config.json` files; the same class, so that the library's pipelines inject no prompt
 TransfoXLLMHeadModel = TransfoXLForCausalLM
@@ -736,6 +758,9 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         """
         self._refuse_unknown(kwargs)
         num_items = kwargs.pop("num_items_in_batch", None)
+        inputs = input_ids if input_ids is not None else inputs_embeds
+        if labels is not None and inputs is not None:
+            self._check_labels(labels, len(inputs))
         outputs = self.transformer(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -776,6 +801,15 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
             attentions=outputs.attentions,
             **{CACHE_NAME: outputs[CACHE_NAME] if CACHE_NAME in outputs else None},
         )
+
+    def _check_labels(self, labels: torch.Tensor, batch_size: int) -> None:
+        if len(labels) != batch_size:
+            raise ValueError(f"`labels` must have one entry per row ({batch_size}), but has {len(labels)}.")
+        is_class = self.config.problem_type == "single_label_classification" or (
+            self.config.problem_type is None and self.num_labels > 1 and not labels.is_floating_point()
+        )
+        if is_class:
+            check_ids("labels", labels, self.num_labels, ignored=-100, bound="num_labels")
 
 
 __all__ = [

@@ -259,7 +259,7 @@ def test_tokenizer_file_does_not_import_torch() -> None:
     ("importer", "line"),
     [
         ("configuration_transfo_xl", "from .cache_transfo_xl import TransfoXLMemory"),
-        ("adaptive_transfo_xl", "from hf_txl.configuration_transfo_xl import TransfoXLConfig"),
+        ("adaptive_transfo_xl", "from hf_txl.cache_transfo_xl import TransfoXLMemory"),
         ("attention_transfo_xl", "def f():\n    from .modeling_transfo_xl import TransfoXLModel"),
         ("modeling_transfo_xl", "from . import scoring"),
         ("modeling_transfo_xl", "from hf_txl import TransfoXLConfig"),
