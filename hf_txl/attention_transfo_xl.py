@@ -143,14 +143,14 @@ class RelativeKeys:
         self.keeps = keeps
         self.projections: dict[int, torch.Tensor] = {}
 
-    def fits(self, layout: AttentionLayout, clamp_len: int, like: torch.Tensor) -> bool:
-        """Whether the table covers a call and has the type and device of `like`."""
+    def fits(self, layout: AttentionLayout, clamp_len: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the table covers a call and has its type and device."""
         return (
             clamp_len == self.clamp_len
             and layout.key_length <= self.num_distances
             and layout.query_length <= self.num_future
-            and self.embeddings.dtype == like.dtype
-            and self.embeddings.device == like.device
+            and self.embeddings.dtype == dtype
+            and self.embeddings.device == device
         )
 
     def project(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
@@ -20,17 +20,16 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     SequenceClassifierOutputWithPast,
 )
-from transformers.utils import can_return_tuple, logging
+from transformers.utils import can_return_tuple
 from transformers.utils.generic import TransformersKwargs
 
 from .adaptive_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax
-from .attention_transfo_xl import ATTENTION_CLASSES, AttentionLayout, RelativeKeys, sinusoid_embeddings
-from .cache_transfo_xl import TransfoXLMemory, check_keys
-from .configuration_transfo_xl import TransfoXLConfig, segment_window
+from .attention_transfo_xl import ATTENTION_CLASSES
+from .cache_transfo_xl import TransfoXLMemory
+from .configuration_transfo_xl import TransfoXLConfig
+from .past_transfo_xl import open_past
 
-logger = logging.get_logger(__name__)
-
-# B batch   S stored positions   Q positions of the segment   K keys
+# B batch   Q positions of the segment
 
 # transformers 5.24 renamed the argument and output field; everything version-dependent about it is here and in
 # `TransfoXLForCausalLM.generate`
@@ -303,51 +302,49 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         hidden_states = self._embed(input_ids, inputs_embeds)
-        batch_size, query_length = hidden_states.shape[:2]
         records_gradients = torch.is_grad_enabled() and (
             hidden_states.requires_grad or any(parameter.requires_grad for parameter in self.parameters())
         )
 
-        memory = cache if isinstance(cache, TransfoXLMemory) else None
-        stock_cache = self._stock_cache(cache, use_cache, hidden_states) if memory is None else None
-        mask = self._real_tokens(attention_mask, hidden_states, stock_cache)
-        if memory is not None:
-            if len(memory.layers) != config.n_layer:
-                raise ValueError(
-                    f"`cache` must have `n_layer` ({config.n_layer}) layers, but has {len(memory.layers)}."
-                )
-            storage = memory.begin(hidden_states, mask, records_gradients)
-            layout, clamp_len = self._memory_layout(memory, mask, query_length), memory.clamp_len
-        else:
-            layout, clamp_len = self._stock_layout(stock_cache, cache is None, mask, query_length), config.clamp_len
-        stores_keys = stock_cache if memory is None else (memory if storage == "keys_values" else None)
-        relative_keys = self._relative_keys(layout, clamp_len, hidden_states, stores_keys, records_gradients)
+        checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if checkpointing and cache is not None and not isinstance(cache, TransfoXLMemory):
+            raise ValueError(
+                "`cache` must be a `TransfoXLMemory` under gradient checkpointing, which cannot write the keys and "
+                f"values of a layer twice, but is a {type(cache).__name__}."
+            )
+        if use_cache is None:
+            # an exported program returns tensors; ask for a cache explicitly to export with one
+            use_cache = config.use_cache and not torch.compiler.is_exporting()
+        past = open_past(
+            config,
+            cache,
+            hidden_states,
+            attention_mask,
+            fills_new_cache=use_cache and not self.training,
+            records_gradients=records_gradients,
+        )
+        layout = past.layout()
+        relative_keys = past.relative_keys(layout, self.drop, keeps=not records_gradients and not self.training)
 
         hidden_states = self.drop(hidden_states)
         biases = None if config.untie_r else (self.r_w_bias, self.r_r_bias)
         all_hidden_states, all_attentions = [hidden_states], []
         layer: Any
         for layer_idx, layer in enumerate(self.layers):
-            stored = None if memory is None else memory.layers[layer_idx].hidden_states
-            if memory is not None and stores_keys is None:
-                memory.write(layer_idx, hidden_states)
-            elif memory is not None and stored is not None:
-                memory.convert(layer_idx, *layer.dec_attn.project_memory(stored))
-                stored = None
+            memory_states = past.read(layer_idx, layer.dec_attn, hidden_states)
             hidden_states, probabilities = layer(
-                hidden_states, layout, relative_keys, stored, stores_keys, biases, output_attentions
+                hidden_states, layout, relative_keys, memory_states, past.key_value_store, biases, output_attentions
             )
             all_hidden_states.append(hidden_states)
             all_attentions.append(probabilities)
         hidden_states = self.drop(hidden_states)
         all_hidden_states[-1] = hidden_states
-        if memory is not None:
-            memory.commit(batch_size, query_length)
+        past.end()
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states,
             hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
             attentions=tuple(all_attentions) if output_attentions else None,
-            **{CACHE_NAME: stock_cache if memory is None else memory},
+            **{CACHE_NAME: past.cache},
         )
 
     def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
@@ -374,154 +371,6 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         assert input_ids is not None
         check_ids("input_ids", input_ids, self.config.vocab_size)
         return self.word_emb(input_ids.long())
-
-    def _stock_cache(self, cache: Any, use_cache: bool | None, inputs_embeds: torch.Tensor) -> Any:
-        """The library's cache to use: the one given, a new one to return, or none."""
-        window = self.config.sliding_window
-        if cache is not None:
-            if not hasattr(cache, "get_mask_sizes"):
-                raise TypeError(
-                    "`cache` must be a `TransfoXLMemory` or a `Cache` of transformers, but is a "
-                    f"{type(cache).__name__}; `TransfoXLMemory.from_mems` reads a list of tensors."
-                )
-            self._check_stock_cache(cache, inputs_embeds)
-            if window <= 1:
-                logger.warning_once(f"`cache` is ignored: with `mem_len={self.config.mem_len}` nothing is remembered.")
-                return None
-            if cache.is_compileable and self.config.memory_init == "zeros":
-                raise ValueError(
-                    "A static cache needs `memory_init='empty'`: zero states before the first token are not stored, "
-                    "but `memory_init` is 'zeros'. Use a dynamic cache (the default) or a `TransfoXLMemory`."
-                )
-            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                raise ValueError(
-                    "`cache` must be a `TransfoXLMemory` under gradient checkpointing, which cannot write the keys "
-                    f"and values of a layer twice, but is a {type(cache).__name__}."
-                )
-            return cache
-        if use_cache is None:
-            # an exported program returns tensors; ask for a cache explicitly to export with one
-            use_cache = self.config.use_cache and not torch.compiler.is_exporting()
-        return DynamicCache(config=self.config) if use_cache and not self.training and window > 1 else None
-
-    def _check_stock_cache(self, cache: Any, inputs_embeds: torch.Tensor) -> None:
-        """Refuse what another model or batch has left; the library would fail deep inside, or not at all."""
-        config = self.config
-        # a cache without a configuration makes its layers one by one
-        if len(cache.layers) not in (0, config.n_layer):
-            raise ValueError(f"`cache` must have `n_layer` ({config.n_layer}) layers, but has {len(cache.layers)}.")
-        stored = getattr(cache.layers[0], "keys", None) if cache.layers else None
-        if stored is None or stored.numel() == 0:
-            return
-        # autocast decides the type of new keys later on
-        autocast = torch.is_autocast_enabled(inputs_embeds.device.type)
-        dtype = stored.dtype if autocast else inputs_embeds.dtype
-        check_keys(
-            stored,
-            torch.empty(
-                inputs_embeds.shape[0], config.n_head, 0, config.d_head, dtype=dtype, device=inputs_embeds.device
-            ),
-        )
-
-    def _real_tokens(
-        self, attention_mask: torch.Tensor | None, inputs_embeds: torch.Tensor, stock_cache: Any
-    ) -> torch.Tensor | None:
-        """The mask as booleans over the segment, or over all that a stock cache has seen; `None` if all are real."""
-        if attention_mask is None:
-            return None
-        batch_size, query_length = inputs_embeds.shape[:2]
-        past_length = 0 if stock_cache is None else stock_cache.get_seq_length()
-        lengths = sorted({query_length, past_length + query_length})
-        if (
-            attention_mask.dim() != 2
-            or attention_mask.shape[0] != batch_size
-            or attention_mask.shape[1] not in lengths
-        ):
-            expected = " or ".join(f"({batch_size}, {length})" for length in lengths)
-            raise ValueError(f"`attention_mask` must have shape {expected}, but has {list(attention_mask.shape)}.")
-        mask = attention_mask.to(device=inputs_embeds.device, dtype=torch.bool)
-        mask = F.pad(mask, (past_length + query_length - mask.shape[1], 0), value=True)
-        if not torch.compiler.is_compiling() and mask.all():
-            return None
-        return mask
-
-    def _memory_layout(self, memory: TransfoXLMemory, mask: torch.Tensor | None, query_length: int) -> AttentionLayout:
-        """The segment rule: all of the memory, and the segment causally (or the window, with `same_length`)."""
-        stored_length, start_slots = memory.stored_length, memory.start_slots
-        zero_start = memory.memory_init == "zeros"
-        if mask is not None:
-            stored = torch.tensor(stored_length, device=mask.device) if memory.lengths is None else memory.lengths
-            return AttentionLayout.from_mask(
-                memory.real_mask(stored_length),
-                stored_length,
-                query_length,
-                start_slots,
-                memory.window,
-                zero_start,
-                oldest=(stored - memory.mem_len).view(-1, 1),
-            )
-        key_length = start_slots + stored_length + query_length
-        stored_mask = memory.stored_mask()
-        key_mask = start_mask = None
-        if stored_mask is not None and zero_start:
-            start_mask = F.pad(~stored_mask, (start_slots, query_length), value=False)
-        elif stored_mask is not None:
-            key_mask = F.pad(stored_mask, (0, query_length), value=True)
-        return AttentionLayout(query_length, key_length, start_slots, memory.window, key_mask, start_mask)
-
-    def _stock_layout(
-        self, stock_cache: Any, is_segment: bool, mask: torch.Tensor | None, query_length: int
-    ) -> AttentionLayout:
-        """One segment where no cache is given; with a cache of the library, the window rule."""
-        config = self.config
-        zero_start = config.memory_init == "zeros"
-        if is_segment or stock_cache is None:
-            window = segment_window(config.mem_len, config.same_length, config.same_length_includes_oldest)
-            start_slots = config.mem_len if zero_start else 0
-            if mask is None:
-                return AttentionLayout(query_length, start_slots + query_length, start_slots, window)
-            oldest = torch.full((1, 1), -config.mem_len, device=mask.device)
-            return AttentionLayout.from_mask(mask, 0, query_length, start_slots, window, zero_start, oldest)
-        window = config.sliding_window
-        past_length = stock_cache.get_seq_length()
-        key_length, key_start = stock_cache.get_mask_sizes(query_length, 0)
-        start_slots = max(0, window - 1 - past_length) if zero_start else 0
-        if mask is None and not stock_cache.is_compileable:
-            return AttentionLayout(query_length, start_slots + key_length, start_slots, window)
-        if mask is None:
-            mask = torch.ones(1, past_length + query_length, dtype=torch.bool, device=self.device)
-        # a static cache has free slots behind the segment
-        mask = mask[:, key_start:]
-        mask = F.pad(mask, (0, key_length - mask.shape[1]), value=False)
-        return AttentionLayout.from_mask(mask, past_length - key_start, query_length, start_slots, window, zero_start)
-
-    def _relative_keys(
-        self,
-        layout: AttentionLayout,
-        clamp_len: int,
-        like: torch.Tensor,
-        stores_keys: Any,
-        records_gradients: bool,
-    ) -> RelativeKeys:
-        """Position table of this call, taken from the cache where it keeps keys and values."""
-        keeps = stores_keys is not None and not records_gradients and not self.training
-        if keeps:
-            kept = getattr(stores_keys, "relative_keys", None)
-            is_new_stream = stores_keys.get_seq_length() == 0 and not isinstance(stores_keys, TransfoXLMemory)
-            if kept is not None and not is_new_stream and kept.fits(layout, clamp_len, like):
-                return kept
-        num_distances, num_future = layout.key_length, layout.query_length
-        if keeps:
-            # all that later calls of the stream will ask for, so that it is projected once
-            mem_len = getattr(stores_keys, "mem_len", self.config.sliding_window)
-            num_distances = max(num_distances, mem_len + layout.query_length)
-        distances = torch.arange(num_distances - 1, -num_future - 1, -1, device=like.device)
-        distances = distances.clamp(min=0, max=clamp_len if clamp_len > 0 else None)
-        embeddings = self.drop(sinusoid_embeddings(distances, self.config.d_model).to(like.dtype))
-        relative_keys = RelativeKeys(num_distances, num_future, embeddings, clamp_len, keeps)
-        if keeps:
-            stores_keys.relative_keys = relative_keys
-        return relative_keys
 
 
 class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):

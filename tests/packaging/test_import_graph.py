@@ -27,11 +27,13 @@ FLAT = {
     "tokenization_transfo_xl": set(),
     "cache_transfo_xl": {"configuration_transfo_xl"},
     "attention_transfo_xl": {"configuration_transfo_xl"},
+    "past_transfo_xl": {"configuration_transfo_xl", "cache_transfo_xl", "attention_transfo_xl"},
     "modeling_transfo_xl": {
         "configuration_transfo_xl",
         "cache_transfo_xl",
         "attention_transfo_xl",
         "adaptive_transfo_xl",
+        "past_transfo_xl",
     },
 }
 LIBRARY = {

@@ -1,0 +1,282 @@
+"""What a call of the model continues from: nothing, a segment memory, or one of the library's caches.
+
+Each is a `Past` that says where the call's queries and keys lie, hands the layers what they remember and takes what
+they are to remember. It is apart because the two kinds of state follow different rules (`TransfoXLMemory`: the segment
+rule of section 3.2 in [Dai et al., 2019](https://arxiv.org/abs/1901.02860); library caches: a sliding window), of
+which the model need know nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache
+from transformers.utils import logging
+
+from .attention_transfo_xl import AttentionLayout, RelativeKeys, sinusoid_embeddings
+from .cache_transfo_xl import TransfoXLMemory, check_keys
+from .configuration_transfo_xl import TransfoXLConfig, segment_window
+
+logger = logging.get_logger(__name__)
+
+# B batch   S stored positions   Q positions of the segment   K keys
+
+
+class Past:
+    """One segment at the start of a stream, and what the other pasts share.
+
+    Args:
+        config (`TransfoXLConfig`): Configuration of the model.
+        inputs_embeds (`torch.Tensor` of shape `(batch_size, query_length, d_model)`): Input of the first layer.
+        attention_mask (`torch.Tensor` of shape `(batch_size, query_length)`, *optional*): 0 for pads.
+        new_cache (*optional*): An empty cache of the library to fill with this segment.
+    """
+
+    def __init__(
+        self,
+        config: TransfoXLConfig,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        new_cache: Any = None,
+    ):
+        self.config = config
+        self.batch_size, self.query_length = inputs_embeds.shape[:2]
+        self.device, self.dtype = inputs_embeds.device, inputs_embeds.dtype
+        self.clamp_len = config.clamp_len
+        # what the model returns, and where keys and values are kept, if anywhere
+        self.cache = self.key_value_store = new_cache
+        self.mask = self._real_tokens(attention_mask, 0)
+
+    def _real_tokens(self, attention_mask: torch.Tensor | None, past_length: int) -> torch.Tensor | None:
+        """The mask as booleans over past and segment, `None` if all of it is real."""
+        if attention_mask is None:
+            return None
+        total = past_length + self.query_length
+        if attention_mask.dim() != 2 or list(attention_mask.shape) not in (
+            [self.batch_size, self.query_length],
+            [self.batch_size, total],
+        ):
+            either = f" or [{self.batch_size}, {total}], the cache included," if past_length else ","
+            raise ValueError(
+                f"`attention_mask` must have shape [{self.batch_size}, {self.query_length}]{either} "
+                f"but has {list(attention_mask.shape)}."
+            )
+        mask = attention_mask.to(device=self.device, dtype=torch.bool)
+        mask = F.pad(mask, (total - mask.shape[1], 0), value=True)
+        return None if not torch.compiler.is_compiling() and mask.all() else mask
+
+    def layout(self) -> AttentionLayout:
+        """Where queries and keys lie: the segment, causally (or the window, with `same_length`)."""
+        config = self.config
+        zero_start = config.memory_init == "zeros"
+        window = segment_window(config.mem_len, config.same_length, config.same_length_includes_oldest)
+        start_slots = config.mem_len if zero_start else 0
+        if self.mask is None:
+            return AttentionLayout(self.query_length, start_slots + self.query_length, start_slots, window)
+        oldest = torch.full((1, 1), -config.mem_len, device=self.device)
+        return AttentionLayout.from_mask(self.mask, 0, self.query_length, start_slots, window, zero_start, oldest)
+
+    def read(self, layer_idx: int, attention: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Stored inputs of a layer, `(B, S, d_model)`, if it keeps inputs; `hidden_states` is its input now."""
+        return None
+
+    def end(self) -> None:
+        """The forward is complete: what was read becomes the past of the next call."""
+
+    def relative_keys(
+        self, layout: AttentionLayout, dropout: Callable[[torch.Tensor], torch.Tensor], keeps: bool
+    ) -> RelativeKeys:
+        """Position table of this call; it stays on the cache where keys and values do.
+
+        Args:
+            layout (`AttentionLayout`): Where queries and keys lie.
+            dropout (`Callable`): Applied to the positions.
+            keeps (`bool`): Whether this call is inference, so that projections may be kept.
+        """
+        store = self.key_value_store
+        num_distances = layout.key_length
+        if store is not None and keeps:
+            kept = getattr(store, "relative_keys", None)
+            if kept is not None and self.goes_on and kept.fits(layout, self.clamp_len, self.dtype, self.device):
+                return kept
+            # all that later calls of the stream will ask for, so that it is projected once
+            num_distances = max(num_distances, self.reach + layout.query_length)
+        distances = torch.arange(num_distances - 1, -layout.query_length - 1, -1, device=self.device)
+        distances = distances.clamp(min=0, max=self.clamp_len if self.clamp_len > 0 else None)
+        embeddings = dropout(sinusoid_embeddings(distances, self.config.d_model).to(self.dtype))
+        table = RelativeKeys(
+            num_distances, layout.query_length, embeddings, self.clamp_len, keeps=store is not None and keeps
+        )
+        if table.keeps:
+            store.relative_keys = table
+        return table
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the cache has read something before."""
+        return False
+
+    @property
+    def reach(self) -> int:
+        """How many positions the cache holds at most."""
+        return self.config.mem_len
+
+
+class MemoryPast(Past):
+    """A `TransfoXLMemory`: all of it and the segment, causally (or the window, with `same_length`)."""
+
+    def __init__(
+        self,
+        config: TransfoXLConfig,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        memory: TransfoXLMemory,
+        records_gradients: bool,
+    ):
+        super().__init__(config, inputs_embeds, attention_mask)
+        if len(memory.layers) != config.n_layer:
+            raise ValueError(f"`cache` must have `n_layer` ({config.n_layer}) layers, but has {len(memory.layers)}.")
+        self.memory = self.cache = memory
+        self.clamp_len = memory.clamp_len
+        storage = memory.begin(inputs_embeds, self.mask, records_gradients)
+        self.key_value_store = memory if storage == "keys_values" else None
+
+    def layout(self) -> AttentionLayout:
+        memory, stored_length = self.memory, self.memory.stored_length
+        start_slots = memory.start_slots
+        zero_start = memory.memory_init == "zeros"
+        if self.mask is not None:
+            stored = torch.tensor(stored_length, device=self.device) if memory.lengths is None else memory.lengths
+            return AttentionLayout.from_mask(
+                memory.real_mask(stored_length),
+                stored_length,
+                self.query_length,
+                start_slots,
+                memory.window,
+                zero_start,
+                oldest=(stored - memory.mem_len).view(-1, 1),
+            )
+        key_length = start_slots + stored_length + self.query_length
+        stored_mask = memory.stored_mask()
+        key_mask = start_mask = None
+        if stored_mask is not None and zero_start:
+            start_mask = F.pad(~stored_mask, (start_slots, self.query_length), value=False)
+        elif stored_mask is not None:
+            key_mask = F.pad(stored_mask, (0, self.query_length), value=True)
+        return AttentionLayout(self.query_length, key_length, start_slots, memory.window, key_mask, start_mask)
+
+    def read(self, layer_idx: int, attention: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        stored = self.memory.layers[layer_idx].hidden_states
+        if self.key_value_store is None:
+            self.memory.write(layer_idx, hidden_states)
+            return stored
+        if stored is not None:
+            self.memory.convert(layer_idx, *attention.project_memory(stored))
+        return None
+
+    def end(self) -> None:
+        self.memory.commit(self.batch_size, self.query_length)
+
+    @property
+    def goes_on(self) -> bool:
+        return True
+
+    @property
+    def reach(self) -> int:
+        return self.memory.mem_len
+
+
+class LibraryPast(Past):
+    """A cache of the library that was given: every position sees itself and what the memory would hold."""
+
+    def __init__(
+        self, config: TransfoXLConfig, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, cache: Any
+    ):
+        super().__init__(config, inputs_embeds, None, new_cache=cache)
+        self._check()
+        self.past_length = cache.get_seq_length()
+        self.mask = self._real_tokens(attention_mask, self.past_length)
+
+    def _check(self) -> None:
+        """Refuse what another model or batch has left; the library would fail deep inside, or not at all."""
+        config, layers = self.config, self.cache.layers
+        # a cache without a configuration makes its layers one by one
+        if len(layers) not in (0, config.n_layer):
+            raise ValueError(f"`cache` must have `n_layer` ({config.n_layer}) layers, but has {len(layers)}.")
+        if self.cache.is_compileable and config.memory_init == "zeros":
+            raise ValueError(
+                "A static cache needs `memory_init='empty'`: zero states before the first token are not stored, "
+                "but `memory_init` is 'zeros'. Use a dynamic cache (the default) or a `TransfoXLMemory`."
+            )
+        stored = getattr(layers[0], "keys", None) if layers else None
+        if stored is not None and stored.numel():
+            # under autocast the type of new keys is decided later
+            dtype = stored.dtype if torch.is_autocast_enabled(self.device.type) else self.dtype
+            shape = (self.batch_size, config.n_head, 0, config.d_head)
+            check_keys(stored, torch.empty(shape, dtype=dtype, device=self.device))
+
+    def layout(self) -> AttentionLayout:
+        config, cache = self.config, self.cache
+        zero_start = config.memory_init == "zeros"
+        window = config.sliding_window
+        key_length, key_start = cache.get_mask_sizes(self.query_length, 0)
+        start_slots = max(0, window - 1 - self.past_length) if zero_start else 0
+        mask = self.mask
+        if mask is None and not cache.is_compileable:
+            return AttentionLayout(self.query_length, start_slots + key_length, start_slots, window)
+        if mask is None:
+            mask = torch.ones(1, self.past_length + self.query_length, dtype=torch.bool, device=self.device)
+        # a static cache has free slots behind the segment
+        mask = mask[:, key_start:]
+        mask = F.pad(mask, (0, key_length - mask.shape[1]), value=False)
+        return AttentionLayout.from_mask(
+            mask, self.past_length - key_start, self.query_length, start_slots, window, zero_start
+        )
+
+    @property
+    def goes_on(self) -> bool:
+        return self.past_length > 0
+
+
+def open_past(
+    config: TransfoXLConfig,
+    cache: Any,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    fills_new_cache: bool,
+    records_gradients: bool,
+) -> Past:
+    """The past that an argument `cache` means.
+
+    Args:
+        config (`TransfoXLConfig`): Configuration of the model.
+        cache (`TransfoXLMemory` or a cache of the library, *optional*): The argument.
+        inputs_embeds (`torch.Tensor` of shape `(batch_size, query_length, d_model)`): Input of the first layer.
+        attention_mask (`torch.Tensor`, *optional*): 0 for pads.
+        fills_new_cache (`bool`): Whether a call without a cache returns one.
+        records_gradients (`bool`): Whether the call can be differentiated.
+
+    Raises:
+        TypeError: if `cache` is something else.
+        ValueError: if it belongs to another model or batch.
+    """
+    if isinstance(cache, TransfoXLMemory):
+        return MemoryPast(config, inputs_embeds, attention_mask, cache, records_gradients)
+    remembers = config.sliding_window > 1
+    if cache is None:
+        new_cache = DynamicCache(config=config) if fills_new_cache and remembers else None
+        return Past(config, inputs_embeds, attention_mask, new_cache)
+    if not hasattr(cache, "get_mask_sizes"):
+        raise TypeError(
+            "`cache` must be a `TransfoXLMemory` or a `Cache` of transformers, but is a "
+            f"{type(cache).__name__}; `TransfoXLMemory.from_mems` reads a list of tensors."
+        )
+    if not remembers:
+        logger.warning_once(f"`cache` is ignored: with `mem_len={config.mem_len}` nothing is remembered.")
+        return Past(config, inputs_embeds, attention_mask)
+    return LibraryPast(config, inputs_embeds, attention_mask, cache)
+
+
+__all__ = ["LibraryPast", "MemoryPast", "Past", "open_past"]
