@@ -4,6 +4,7 @@ Follows [Dai et al., 2019](https://arxiv.org/abs/1901.02860) and `mem_transforme
 Modules keep the published weight names, so every Transformer-XL checkpoint loads without a mapping.
 """
 
+import copy
 import difflib
 import inspect
 from dataclasses import dataclass
@@ -526,8 +527,9 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
                 raise ValueError("`prefill_chunk_size` must be None with a `TransfoXLMemory`; feed segments yourself.")
             if kwargs.get("assistant_model") is not None or kwargs.get("prompt_lookup_num_tokens") is not None:
                 raise ValueError("Assisted decoding takes tokens back, which a `TransfoXLMemory` cannot do.")
-        if self.config.sliding_window <= 1:
-            # without memory, every step reads the whole segment
+        remembers = cache.mem_len > 0 if isinstance(cache, TransfoXLMemory) else self.config.sliding_window > 1
+        if not remembers:
+            # every step reads the whole segment again
             kwargs["use_cache"] = False
         return super().generate(*args, **kwargs)
 
@@ -535,8 +537,11 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         """Not supported: paged attention knows no position scores."""
         raise NotImplementedError("Continuous batching has no relative positions; use `generate` on a padded batch.")
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The library's own, and the mask of the new tokens only where a memory knows the rest."""
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         mask = inputs.get("attention_mask")
         if mask is not None and isinstance(inputs.get(CACHE_NAME), TransfoXLMemory):
             ids = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
@@ -552,8 +557,9 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
     def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:  # type: ignore[override]
         """Beams and several returned sequences each go on from a copy of their row's memory."""
         memory = kwargs.get(CACHE_NAME)
-        if expand_size > 1 and isinstance(memory, TransfoXLMemory) and memory.batch_size is not None:
-            kwargs[CACHE_NAME] = memory.select(torch.arange(memory.batch_size).repeat_interleave(expand_size))
+        if expand_size > 1 and isinstance(memory, TransfoXLMemory):
+            kwargs[CACHE_NAME] = memory = copy.copy(memory)
+            memory.batch_repeat_interleave(expand_size)
         return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)  # type: ignore[misc]
 
 
