@@ -205,7 +205,9 @@ class TransfoXLConfig(PreTrainedConfig):
         for name in list(kwargs):
             field = cls.attribute_map.get(name, name)
             if field in TransfoXLConfig.__annotations__:
-                config_dict.pop(name, None)
+                # the file may hold it under another of its names
+                for alias in (alias for alias, target in cls.attribute_map.items() if target == field):
+                    config_dict.pop(alias, None)
                 config_dict[field] = kwargs.pop(name)
         return super().from_dict(config_dict, **kwargs)
 
