@@ -331,12 +331,15 @@ class TransfoXLMemory(Cache):
             self._forget()
             self._batch_size = None
             return
-        if self.batch_size is None or self.stored_length == 0:
+        if self.batch_size is None:
+            return
+        tensor = next(iter(self.layers[0].tensors.values()), None)
+        device = torch.device("cpu") if tensor is None else tensor.device
+        index = self._row_index(rows, device)
+        if tensor is None:
             return
         # a stream that starts afresh is read with the weights of now
         self.relative_keys = None
-        device = next(iter(self.layers[0].tensors.values())).device
-        index = self._row_index(rows, device)
         if self.lengths is None:
             self.lengths = torch.full((self.batch_size,), self.stored_length, device=device)
         self.lengths = self.lengths.index_fill(0, index, 0)
@@ -444,10 +447,12 @@ class TransfoXLMemory(Cache):
         Args:
             config (`TransfoXLConfig`): Configuration of the model.
             mems (`list[torch.Tensor]`):
-                `n_layer` tensors of shape `(mem_time, batch_size, d_model)`: the input of each layer. The original's
-                additional entry, the last layer's output, is left out: nothing reads it.
+                `n_layer` tensors of shape `(mem_time, batch_size, d_model)`: the input of each layer; `[]`: nothing
+                read yet. The original's additional entry, the last layer's output, is left out: nothing reads it.
             settings: As for [`TransfoXLMemory`].
         """
+        if not mems:
+            return cls(config, **{"stores": "hidden_states", **settings})
         if len(mems) not in (config.n_layer, config.n_layer + 1):
             raise ValueError(f"`mems` must have `n_layer` ({config.n_layer}) entries, but has {len(mems)}.")
         mems = mems[: config.n_layer]
@@ -469,7 +474,8 @@ class TransfoXLMemory(Cache):
     def to_mems(self) -> list[torch.Tensor]:
         """The legacy form: `n_layer` tensors of shape `(mem_time, batch_size, d_model)`.
 
-        With `memory_init="zeros"` free slots are zero vectors and `mem_time` is `mem_len`.
+        With `memory_init="zeros"` free slots are zero vectors and `mem_time` is `mem_len`. Before the first segment:
+        `[]`.
 
         Raises:
             ValueError: if keys and values are stored, or rows of different length have no zeros to fill them.

@@ -113,6 +113,15 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
     # the sinusoid's frequencies are computed, and shared biases are stored once
     _keys_to_ignore_on_load_unexpected = [r"pos_emb\.inv_freq$", r"layers\.\d+\.dec_attn\.r_[rw]_bias$"]
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load a model; see the library's `from_pretrained`. A pickle that is more than tensors is never executed."""
+        if kwargs.get("weights_only") is False:
+            raise ValueError(
+                "`weights_only` must be True: a `pytorch_model.bin` may hold code, and none is ever run, but is False."
+            )
+        return super().from_pretrained(*args, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         config = self.config

@@ -180,7 +180,7 @@ class MemoryPast(Past):
 
     @property
     def goes_on(self) -> bool:
-        return True
+        return self.memory.stored_length > 0
 
     @property
     def reach(self) -> int:
