@@ -129,6 +129,14 @@ class TransfoXLMemory(Cache):
             raise ValueError(f"`mem_len` must be an int of 0 or more, but is {self.mem_len!r}.")
         if self.memory_init not in MEMORY_INITS:
             raise ValueError(f"`memory_init` must be one of {list(MEMORY_INITS)}, but is {self.memory_init!r}.")
+        if config.is_absolute:
+            if stores == "keys_values" or self.memory_init != "empty":
+                raise ValueError(
+                    f"`stores` must be 'hidden_states' or 'auto' and `memory_init` 'empty' for `attention_kind="
+                    f"{config.attention_kind!r}`, whose positions change from call to call, but they are {stores!r} "
+                    f"and {self.memory_init!r}."
+                )
+            self.stores = "hidden_states"
         if stores not in STORAGES:
             raise ValueError(f"`stores` must be one of {list(STORAGES)}, but is {stores!r}.")
         self._forget()

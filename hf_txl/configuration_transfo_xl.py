@@ -28,7 +28,9 @@ ATTENTION_KINDS = {
     2: "absolute_sinusoid",
     3: "absolute_learned",
 }
-SUPPORTED_ATTENTION_KINDS = ("transformer_xl",)
+# kinds that number positions and add them to the states, instead of reading distances
+ABSOLUTE_KINDS = ("absolute_sinusoid", "absolute_learned")
+RELATIVE_KINDS = ("transformer_xl", "learned_relative", "shaw", "huang")
 MEMORY_INITS = ("empty", "zeros")
 # the published WikiText-103 models; a vocabulary that does not reach beyond the last one gets no clusters
 PUBLISHED_CUTOFFS = [20000, 40000, 200000]
@@ -78,7 +80,17 @@ class TransfoXLConfig(PreTrainedConfig):
             zero vectors that are attended to (`"zeros"`: TensorFlow, transformers). A `config.json` without this
             key was written by transformers 2 to 4 and means `"zeros"`.
         attention_kind (`str`, *optional*, defaults to `"transformer_xl"`):
-            Position encoding; `attn_type` of the original code is read.
+            Position encoding: `"transformer_xl"`, `"learned_relative"` (the original code's reading of Shaw et al.),
+            `"shaw"` (Shaw et al. 2018), `"huang"` (Music Transformer), `"absolute_sinusoid"` (Vaswani et al. 2017) or
+            `"absolute_learned"` (Al-Rfou et al. 2018). `attn_type` of the original code is read. See
+            `docs/positions.md`.
+        max_klen (`int`, *optional*):
+            Rows of the learned tables (`learned_relative`, `absolute_learned`), beyond which the farthest is repeated;
+            absolute kinds generate from the last `max_klen` tokens. Default: segment and memory of an old file
+            (`tgt_len + ext_len + mem_len`), else `2 * mem_len`, else 512.
+        max_relative_distance (`int`, *optional*):
+            Distance K to which `shaw` and `huang` clip. Default: 16 as in Shaw et al.; `mem_len` or 512 for `huang`.
+        shaw_keys, shaw_values (`bool`, default to `True`): Whether kind `shaw` has its key and its value table.
         untie_r (`bool`, defaults to `True`): Biases u and v (section 3.3) per layer instead of shared by all layers.
         tie_word_embeddings (`bool`, defaults to `True`): Share each bucket's output weights with its embeddings.
         proj_share_all_but_first (`bool`, defaults to `True`): Default of `tie_projs` for the clusters.
@@ -140,6 +152,10 @@ class TransfoXLConfig(PreTrainedConfig):
     same_length_includes_oldest: bool = False
     memory_init: str = "empty"
     attention_kind: str = "transformer_xl"
+    max_klen: DerivedInt = None
+    max_relative_distance: DerivedInt = None
+    shaw_keys: bool = True
+    shaw_values: bool = True
     untie_r: bool = True
     tie_word_embeddings: bool = True
     proj_share_all_but_first: bool = True
@@ -192,6 +208,11 @@ class TransfoXLConfig(PreTrainedConfig):
         if self.tie_projs is None:
             self.tie_projs = [False] + [self.proj_share_all_but_first] * len(self.cutoffs)
         self.tie_projs = list(self.tie_projs)
+        if self.max_klen is None:
+            segment_length = kwargs.get("tgt_len") or self.mem_len
+            self.max_klen = (segment_length + self.ext_len + self.mem_len) or 512
+        if self.max_relative_distance is None:
+            self.max_relative_distance = (self.mem_len or 512) if self.attention_kind == "huang" else 16
         # `strict` would wrap the error in a class that is no ValueError
         self.validate_architecture()
 
@@ -201,7 +222,8 @@ class TransfoXLConfig(PreTrainedConfig):
 
         Keyword arguments that name a field replace the file's value *before* anything is derived or checked.
         """
-        config_dict = {"memory_init": "zeros", **config_dict}
+        kind = config_dict.get("attention_kind") or ATTENTION_KINDS.get(config_dict.get("attn_type", 0))
+        config_dict = {"memory_init": "empty" if kind in ABSOLUTE_KINDS else "zeros", **config_dict}
         for name in list(kwargs):
             field = cls.attribute_map.get(name, name)
             if field in TransfoXLConfig.__annotations__:
@@ -238,6 +260,11 @@ class TransfoXLConfig(PreTrainedConfig):
         return self.has_projection(bucket) and bucket < len(self.tie_projs) and self.tie_projs[bucket]
 
     @property
+    def is_absolute(self) -> bool:
+        """Whether positions are added to the states, so that neither keys nor values can be kept."""
+        return self.attention_kind in ABSOLUTE_KINDS
+
+    @property
     def sliding_window(self) -> int:
         """Keys that a position attends to under the window rule: itself and what the memory holds.
 
@@ -258,7 +285,18 @@ class TransfoXLConfig(PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """Refuse what no model can have."""
-        for name in ("vocab_size", "d_model", "d_embed", "n_head", "d_head", "d_inner", "div_val", "n_layer"):
+        positive = (
+            "vocab_size",
+            "d_model",
+            "d_embed",
+            "n_head",
+            "d_head",
+            "d_inner",
+            "div_val",
+            "n_layer",
+            "max_klen",
+        )
+        for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
         if self.d_model % 2:
@@ -286,11 +324,22 @@ class TransfoXLConfig(PreTrainedConfig):
             raise ValueError(f"`layer_norm_epsilon` must be above 0, but is {self.layer_norm_epsilon}.")
         for name, allowed in (
             ("memory_init", MEMORY_INITS),
-            ("attention_kind", SUPPORTED_ATTENTION_KINDS),
+            ("attention_kind", (*RELATIVE_KINDS, *ABSOLUTE_KINDS)),
             ("init", ("normal", "uniform")),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` must be one of {list(allowed)}, but is {getattr(self, name)!r}.")
+        if self.max_relative_distance < 0:
+            raise ValueError(f"`max_relative_distance` must be 0 or more, but is {self.max_relative_distance}.")
+        if self.attention_kind == "shaw" and not (self.shaw_keys or self.shaw_values):
+            raise ValueError(
+                "`shaw_keys` or `shaw_values` must be True for `attention_kind='shaw'`, but both are False."
+            )
+        if self.is_absolute and self.memory_init != "empty":
+            raise ValueError(
+                f"`memory_init` must be 'empty' for `attention_kind={self.attention_kind!r}`: a zero state before the "
+                f"first token would have a position, but is {self.memory_init!r}."
+            )
         if self.sample_softmax > 0:
             raise ValueError(
                 f"`sample_softmax` must be 0 or below: a sampled softmax is not supported (no published code could "

@@ -25,7 +25,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import TransformersKwargs
 
 from .adaptive_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax
-from .attention_transfo_xl import ATTENTION_CLASSES
+from .attention_transfo_xl import ATTENTION_CLASSES, SegmentAttention
 from .cache_transfo_xl import TransfoXLMemory
 from .configuration_transfo_xl import TransfoXLConfig
 from .past_transfo_xl import open_past
@@ -145,10 +145,10 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         elif isinstance(module, AdaptiveLogSoftmax) and module.num_clusters:
             fill(module.cluster_weight, config.init_std)
             init.zeros_(module.cluster_bias)
-        elif isinstance(module, (TransfoXLModel, *ATTENTION_CLASSES.values())):
-            for name in ("r_w_bias", "r_r_bias"):
-                if hasattr(module, name):
-                    fill(getattr(module, name), config.init_std)
+        elif isinstance(module, TransfoXLModel | SegmentAttention):
+            # biases u and v, tables
+            for parameter in module.parameters(recurse=False):
+                fill(parameter, config.init_std)
 
     def init_memory(self, batch_size: int, **settings: Any) -> TransfoXLMemory:
         """Memory at the start of `batch_size` streams; settings as for [`TransfoXLMemory`]."""
@@ -253,7 +253,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         self.word_emb = AdaptiveEmbedding(config)
         self.layers = nn.ModuleList([TransfoXLLayer(config, layer_idx) for layer_idx in range(config.n_layer)])
         self.drop = nn.Dropout(config.dropout)
-        if not config.untie_r:
+        self.shares_biases = ATTENTION_CLASSES[config.attention_kind].has_biases and not config.untie_r
+        if self.shares_biases:
             # u and v of section 3.3, shared: one parameter here, handed to the layers
             self.r_w_bias = nn.Parameter(torch.empty(config.n_head, config.d_head))
             self.r_r_bias = nn.Parameter(torch.empty(config.n_head, config.d_head))
@@ -334,10 +335,13 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             records_gradients=records_gradients,
         )
         layout = past.layout()
-        relative_keys = past.relative_keys(layout, self.drop, keeps=not records_gradients and not self.training)
+        kind = ATTENTION_CLASSES[config.attention_kind]
+        relative_keys = past.relative_keys(
+            layout, self.drop, kind.uses_sinusoids, keeps=not records_gradients and not self.training
+        )
 
         hidden_states = self.drop(hidden_states)
-        biases = None if config.untie_r else (self.r_w_bias, self.r_r_bias)
+        biases = (self.r_w_bias, self.r_r_bias) if self.shares_biases else None
         all_hidden_states, all_attentions = [hidden_states], []
         layer: Any
         for layer_idx, layer in enumerate(self.layers):
@@ -536,7 +540,9 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
                 raise ValueError("`prefill_chunk_size` must be None with a `TransfoXLMemory`; feed segments yourself.")
             if kwargs.get("assistant_model") is not None or kwargs.get("prompt_lookup_num_tokens") is not None:
                 raise ValueError("Assisted decoding takes tokens back, which a `TransfoXLMemory` cannot do.")
-        remembers = cache.mem_len > 0 if isinstance(cache, TransfoXLMemory) else self.config.sliding_window > 1
+        remembers = self.config.sliding_window > 1 and not self.config.is_absolute
+        if isinstance(cache, TransfoXLMemory):
+            remembers = cache.mem_len > 0
         if not remembers:
             # every step reads the whole segment again
             kwargs["use_cache"] = False
@@ -551,6 +557,11 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """The library's own, and the mask of the new tokens only where a memory knows the rest."""
         inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        if self.config.is_absolute and inputs.get(CACHE_NAME) is None:
+            # everything is read again at each step, but no more than positions reach
+            for name in ("input_ids", "inputs_embeds", "attention_mask"):
+                if inputs.get(name) is not None:
+                    inputs[name] = inputs[name][:, -self.config.max_klen :]
         mask = inputs.get("attention_mask")
         if mask is not None and isinstance(inputs.get(CACHE_NAME), TransfoXLMemory):
             ids = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]

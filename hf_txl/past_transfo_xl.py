@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 from transformers.utils import logging
 
-from .attention_transfo_xl import AttentionLayout, RelativeKeys, sinusoid_embeddings
 from .cache_transfo_xl import TransfoXLMemory, check_keys
 from .configuration_transfo_xl import TransfoXLConfig, segment_window
+from .positions_transfo_xl import AttentionLayout, RelativeKeys, sinusoid_embeddings
 
 logger = logging.get_logger(__name__)
 
@@ -85,13 +85,18 @@ class Past:
         """The forward is complete: what was read becomes the past of the next call."""
 
     def relative_keys(
-        self, layout: AttentionLayout, dropout: Callable[[torch.Tensor], torch.Tensor], keeps: bool
+        self,
+        layout: AttentionLayout,
+        dropout: Callable[[torch.Tensor], torch.Tensor],
+        uses_sinusoids: bool,
+        keeps: bool,
     ) -> RelativeKeys:
         """Position table of this call; it stays on the cache where keys and values do.
 
         Args:
             layout (`AttentionLayout`): Where queries and keys lie.
-            dropout (`Callable`): Applied to the positions.
+            dropout (`Callable`): Applied to the sinusoids.
+            uses_sinusoids (`bool`): Whether the model's attention kind reads them.
             keeps (`bool`): Whether this call is inference, so that projections may be kept.
         """
         store = self.key_value_store
@@ -103,11 +108,13 @@ class Past:
             # all that later calls of the stream will ask for, so that it is projected once
             num_distances = max(num_distances, self.reach + layout.query_length)
         distances = torch.arange(num_distances - 1, -layout.query_length - 1, -1, device=self.device)
-        distances = distances.clamp(min=0, max=self.clamp_len if self.clamp_len > 0 else None)
-        embeddings = dropout(sinusoid_embeddings(distances, self.config.d_model).to(self.dtype))
-        table = RelativeKeys(
-            num_distances, layout.query_length, embeddings, self.clamp_len, keeps=store is not None and keeps
-        )
+        distances = distances.clamp(min=0)
+        embeddings = None
+        if uses_sinusoids:
+            clamped = distances.clamp(max=self.clamp_len) if self.clamp_len > 0 else distances
+            embeddings = dropout(sinusoid_embeddings(clamped, self.config.d_model).to(self.dtype))
+        keeps = keeps and store is not None
+        table = RelativeKeys(distances, layout.query_length, self.clamp_len, self.dtype, embeddings, keeps)
         if table.keeps:
             store.relative_keys = table
         return table
@@ -264,7 +271,12 @@ def open_past(
     """
     if isinstance(cache, TransfoXLMemory):
         return MemoryPast(config, inputs_embeds, attention_mask, cache, records_gradients)
-    remembers = config.sliding_window > 1
+    if cache is not None and config.is_absolute:
+        raise ValueError(
+            f"`cache` must be a `TransfoXLMemory` for `attention_kind={config.attention_kind!r}`, whose keys and "
+            f"values change from call to call with the positions, but is a {type(cache).__name__}."
+        )
+    remembers = config.sliding_window > 1 and not config.is_absolute
     if cache is None:
         new_cache = DynamicCache(config=config) if fills_new_cache and remembers else None
         return Past(config, inputs_embeds, attention_mask, new_cache)

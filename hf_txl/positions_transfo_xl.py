@@ -1,0 +1,259 @@
+"""Where queries and keys lie: layouts, distances, sinusoids, the position table, and moving scores between the two.
+
+Follows section 3.3 and Appendix B of [Dai et al., 2019](https://arxiv.org/abs/1901.02860). Positions and masks are
+integers until a table is read, and the sinusoid is float32 whatever the model is. It is apart from attention since
+every attention kind, and what a call continues from, reads it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+# B batch   H heads   Q queries (one segment)   K keys: start slots, then stored ones, then the segment's
+# N = K + Q rows of a position table: distances K - 1 … 0, then Q rows for keys in the future
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """Where the queries and keys of one call lie, the same for every layer.
+
+    Without `distances`, key `j` is at distance `i + (K - Q) - j` from query `i`, in every row.
+
+    Args:
+        query_length (`int`): Queries Q: the tokens of this call.
+        key_length (`int`): Keys K, start slots included.
+        start_slots (`int`):
+            Zero states attended to before the first stored position and stored nowhere (`memory_init="zeros"`).
+        window (`int`, *optional*): Keys a query may see, itself included; `None`: everything before it.
+        key_mask (`torch.Tensor` of shape `(batch_size, key_length)`, *optional*): Keys that exist in a row.
+        start_mask (`torch.Tensor` of shape `(batch_size, key_length)`, *optional*): Keys to be read as a zero state.
+        distances (`torch.Tensor` of shape `(batch_size or 1, query_length, key_length)`, *optional*):
+            Distances where pads or free slots lie between the tokens.
+        visible (`torch.Tensor` of the same shape, *optional*): Given with `distances`: keys that a query sees.
+        age (`torch.Tensor` of shape `(batch_size or 1, key_length)`, *optional*):
+            Given with `distances`: distance of each key from its row's last token.
+    """
+
+    query_length: int
+    key_length: int
+    start_slots: int = 0
+    window: int | None = None
+    key_mask: torch.Tensor | None = None
+    start_mask: torch.Tensor | None = None
+    distances: torch.Tensor | None = None
+    visible: torch.Tensor | None = None
+    age: torch.Tensor | None = None
+
+    @classmethod
+    def from_mask(
+        cls,
+        mask: torch.Tensor,
+        query_start: int,
+        query_length: int,
+        start_slots: int,
+        window: int | None,
+        zero_start: bool,
+        oldest: torch.Tensor | None = None,
+    ) -> "AttentionLayout":
+        """Number the real tokens of each row one after another: pads and free slots take no distance.
+
+        Args:
+            mask (`torch.Tensor` of shape `(batch_size or 1, number of keys without start slots)`): Real tokens.
+            query_start (`int`): Index of the first query among those keys.
+            query_length (`int`): Queries.
+            start_slots (`int`): Zero states in front of them.
+            window (`int`, *optional*): As above.
+            zero_start (`bool`): Whether slots before the first token of a row stand for zero states.
+            oldest (`torch.Tensor` of shape `(batch_size, 1)`, *optional*):
+                Position, counted from the first stored token, before which there are no more zero states.
+        """
+        num_keys = start_slots + mask.shape[1]
+        index = torch.arange(num_keys, device=mask.device)
+        real = F.pad(mask, (start_slots, 0), value=False)
+        count = real.cumsum(-1)
+        before_first = count == 0
+        # (B, K): 0 is the first real token; the slots before it count backwards from -1
+        position = torch.where(before_first, index - before_first.sum(-1, keepdim=True), count - 1)
+        start_mask = None
+        exists = real
+        if zero_start:
+            start_mask = before_first if oldest is None else before_first & (position >= oldest)
+            exists = real | start_mask
+        queries = slice(start_slots + query_start, start_slots + query_start + query_length)
+        # (B, Q, 1) - (B, 1, K) -> (B, Q, K)
+        distances = position[:, queries, None] - position[:, None, :]
+        visible = exists[:, None, :] & (distances >= 0)
+        if window is not None:
+            visible = visible & (distances < window)
+        # a pad sees itself, so that no row of the softmax is empty
+        visible = visible | (index == index[queries, None])
+        age = position[:, -1:] - position
+        return cls(query_length, num_keys, start_slots, window, None, start_mask, distances, visible, age)
+
+
+def sinusoid_embeddings(distances: torch.Tensor, d_model: int) -> torch.Tensor:
+    """Sinusoids of distances, all sines first, then all cosines (section 3.3), always computed in float32.
+
+    Args:
+        distances (`torch.Tensor` of shape `(length,)`): Distances in tokens.
+        d_model (`int`): Even width.
+
+    Returns:
+        `torch.Tensor` of shape `(length, d_model)`, float32.
+    """
+    steps = torch.arange(0, d_model, 2, dtype=torch.float32, device=distances.device)
+    frequencies = 1 / (10000 ** (steps / d_model))
+    # (length, 1) x (1, d_model / 2)
+    angles = distances.to(torch.float32)[:, None] * frequencies[None, :]
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+class RelativeKeys:
+    """Position table of one call and, where keys and values are kept, what each layer makes of it.
+
+    Rows run from the largest distance to zero and are followed by `num_future` rows for keys that lie in the future of
+    a query, which the mask removes. What a layer makes of the table depends on no input, so while a stream is read
+    without gradients it is computed once per layer; the object then lives on the cache, whose keys are frozen in the
+    same way, and never on a module, whose weights may change.
+
+    Args:
+        distances (`torch.Tensor` of shape `(num_distances + num_future,)`): `num_distances - 1 … 0`, then zeros.
+        num_future (`int`): Rows for future keys.
+        clamp_len (`int`): Distance above which the rows are the same; not used if 0 or below.
+        dtype (`torch.dtype`): Type of the model.
+        embeddings (`torch.Tensor` of shape `(num_distances + num_future, d_model)`, *optional*):
+            Sinusoids, for the kinds that read them.
+        keeps (`bool`): Whether the layers' rows are kept.
+    """
+
+    def __init__(
+        self,
+        distances: torch.Tensor,
+        num_future: int,
+        clamp_len: int,
+        dtype: torch.dtype,
+        embeddings: torch.Tensor | None,
+        keeps: bool,
+    ):
+        self.distances = distances
+        self.num_distances = len(distances) - num_future
+        self.num_future = num_future
+        self.clamp_len = clamp_len
+        self.dtype = dtype
+        self.embeddings = embeddings
+        self.keeps = keeps
+        self.rows: dict[int, torch.Tensor] = {}
+
+    def fits(self, layout: AttentionLayout, clamp_len: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the table covers a call and has its type and device."""
+        return (
+            clamp_len == self.clamp_len
+            and layout.key_length <= self.num_distances
+            and layout.query_length <= self.num_future
+            and self.dtype == dtype
+            and self.distances.device == device
+        )
+
+    def sinusoids(self) -> torch.Tensor:
+        """`(num_distances + num_future, d_model)`, for a kind whose `uses_sinusoids` is set."""
+        assert self.embeddings is not None
+        return self.embeddings
+
+    def rows_for(
+        self, layer_idx: int, layout: AttentionLayout, make_rows: Callable[["RelativeKeys"], torch.Tensor]
+    ) -> torch.Tensor:
+        """What a layer makes of the rows for distances `K - 1 … 0` and `Q` future keys, `(N, …)`."""
+        rows = self.rows.get(layer_idx)
+        if rows is None:
+            rows = make_rows(self)
+            if self.keeps:
+                self.rows[layer_idx] = rows
+        first = self.num_distances - layout.key_length
+        return rows[first : self.num_distances + layout.query_length]
+
+
+def align_relative_scores(scores: torch.Tensor, key_length: int) -> torch.Tensor:
+    """Re-index position scores from one column per distance to one column per key, without a copy.
+
+    Column `c` belongs to distance `K - 1 - c`; the last Q columns belong to keys in the future. Query `i` needs key
+    `j` at distance `i + K - Q - j`, which is column `j + Q - 1 - i`: each row starts one column further left than the
+    row above. In memory that is a row stride one shorter than the row ("rel-shift", Appendix B of
+    [Dai et al., 2019](https://arxiv.org/abs/1901.02860)).
+
+    Args:
+        scores (`torch.Tensor` of shape `(…, query_length, key_length + query_length)`):
+            Query-position scores, largest distance first. The last two dimensions are contiguous.
+        key_length (`int`): Keys K.
+
+    Returns:
+        `torch.Tensor` of shape `(…, query_length, key_length)`, a view.
+    """
+    query_length, width = scores.shape[-2:]
+    # (…, Q, K + Q) -> (…, Q * (K + Q)) -> (…, Q, K + Q - 1) -> (…, Q, K)
+    rows = scores.flatten(-2)[..., query_length - 1 : query_length - 1 + query_length * (width - 1)]
+    return rows.unflatten(-1, (query_length, width - 1))[..., :key_length]
+
+
+def distance_mask(layout: AttentionLayout, like: torch.Tensor) -> torch.Tensor:
+    """0 for the distances a query may look at, `-inf` beyond the window and for future keys, `(1, 1, K + Q)`.
+
+    Causal mask and window depend on the distance alone, so they are laid over the scores before these are aligned.
+    """
+    key_length, query_length = layout.key_length, layout.query_length
+    distance = torch.arange(key_length - 1, -query_length - 1, -1, device=like.device)
+    hidden = distance < 0
+    if layout.window is not None:
+        hidden = hidden | (distance >= layout.window)
+    mask = torch.zeros(key_length + query_length, dtype=like.dtype, device=like.device)
+    return mask.masked_fill(hidden, float("-inf"))[None, None, :]
+
+
+def gather_relative_scores(scores: torch.Tensor, layout: AttentionLayout) -> torch.Tensor:
+    """Re-index position scores by the distances of a layout, for rows with pads or free slots between tokens.
+
+    Args:
+        scores (`torch.Tensor` of shape `(batch_size, num_heads, query_length, key_length)`):
+            Query-position scores, column `c` for distance `K - 1 - c`.
+        layout (`AttentionLayout`): With `distances` and `visible`.
+
+    Returns:
+        `torch.Tensor` of the same shape, one column per key, `-inf` where a key is not visible.
+    """
+    assert layout.distances is not None and layout.visible is not None
+    columns = (layout.key_length - 1 - layout.distances).clamp(0, layout.key_length - 1)
+    aligned = scores.gather(-1, columns[:, None].expand_as(scores))
+    return aligned.masked_fill(~layout.visible[:, None], float("-inf"))
+
+
+def spread_relative_probabilities(probabilities: torch.Tensor, layout: AttentionLayout) -> torch.Tensor:
+    """Re-index attention probabilities from one column per key to one column per distance: alignment backwards.
+
+    Args:
+        probabilities (`torch.Tensor` of shape `(batch_size, num_heads, query_length, key_length)`): By key.
+        layout (`AttentionLayout`): Where queries and keys lie.
+
+    Returns:
+        `torch.Tensor` of shape `(batch_size, num_heads, query_length, key_length + query_length)`, column `c` for
+        distance `K - 1 - c`; the last Q columns are zero.
+    """
+    query_length, key_length = probabilities.shape[-2:]
+    if layout.distances is not None:
+        columns = (key_length - 1 - layout.distances).clamp(0, key_length - 1)
+        spread = probabilities.new_zeros(*probabilities.shape[:-1], key_length + query_length)
+        return spread.scatter_add(-1, columns[:, None].expand_as(probabilities), probabilities)
+    # (…, Q, K) -> (…, Q, K + Q - 1) -> (…, Q * (K + Q)) -> (…, Q, K + Q)
+    rows = F.pad(probabilities, (0, query_length - 1)).flatten(-2)
+    return F.pad(rows, (query_length - 1, 1)).unflatten(-1, (query_length, key_length + query_length))
+
+
+__all__ = [
+    "AttentionLayout",
+    "RelativeKeys",
+    "align_relative_scores",
+    "distance_mask",
+    "gather_relative_scores",
+    "sinusoid_embeddings",
+    "spread_relative_probabilities",
+]
