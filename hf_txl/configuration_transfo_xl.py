@@ -181,7 +181,12 @@ class TransfoXLConfig(PreTrainedConfig):
         if (attn_type := kwargs.pop("attn_type", None)) is not None:
             if attn_type not in ATTENTION_KINDS:
                 raise ValueError(f"`attn_type` must be one of {list(ATTENTION_KINDS)}, but is {attn_type!r}.")
-            self.attention_kind = ATTENTION_KINDS[attn_type]
+            kind = ATTENTION_KINDS[attn_type]
+            if self.attention_kind not in (kind, type(self).attention_kind):
+                raise ValueError(
+                    f"`attention_kind` must be {kind!r} with `attn_type={attn_type}`, but is {self.attention_kind!r}."
+                )
+            self.attention_kind = kind
         if kwargs.get("tie_weight") is False:
             self.tie_word_embeddings = False
         # name used by other readers of the TensorFlow models
@@ -222,8 +227,13 @@ class TransfoXLConfig(PreTrainedConfig):
 
         Keyword arguments that name a field replace the file's value *before* anything is derived or checked.
         """
-        kind = config_dict.get("attention_kind") or ATTENTION_KINDS.get(config_dict.get("attn_type", 0))
-        config_dict = {"memory_init": "empty" if kind in ABSOLUTE_KINDS else "zeros", **config_dict}
+        config_dict = dict(config_dict)
+        # one meaning under two names: what the caller says replaces the file's, whichever name either uses
+        if {"attention_kind", "attn_type"} & set(kwargs):
+            for name in ("attention_kind", "attn_type"):
+                config_dict.pop(name, None)
+        if "attn_type" in kwargs:
+            config_dict["attn_type"] = kwargs.pop("attn_type")
         for name in list(kwargs):
             field = cls.attribute_map.get(name, name)
             if field in TransfoXLConfig.__annotations__:
@@ -231,6 +241,8 @@ class TransfoXLConfig(PreTrainedConfig):
                 for alias in (alias for alias, target in cls.attribute_map.items() if target == field):
                     config_dict.pop(alias, None)
                 config_dict[field] = kwargs.pop(name)
+        kind = config_dict.get("attention_kind") or ATTENTION_KINDS.get(config_dict.get("attn_type", 0))
+        config_dict.setdefault("memory_init", "empty" if kind in ABSOLUTE_KINDS else "zeros")
         return super().from_dict(config_dict, **kwargs)
 
     # --- derived values

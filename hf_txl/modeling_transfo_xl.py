@@ -557,7 +557,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """The library's own, and the mask of the new tokens only where a memory knows the rest."""
         inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
-        if self.config.is_absolute and inputs.get(CACHE_NAME) is None:
+        cache = inputs.get(CACHE_NAME)
+        if self.config.is_absolute and not (isinstance(cache, TransfoXLMemory) and cache.mem_len):
             # everything is read again at each step, but no more than positions reach
             for name in ("input_ids", "inputs_embeds", "attention_mask"):
                 if inputs.get(name) is not None:

@@ -20,6 +20,10 @@ from safetensors import safe_open
 Fields = dict[str, Any]
 State = dict[str, torch.Tensor]
 
+# `attn_type` of the PyTorch codes
+ATTENTION_KINDS = ["transformer_xl", "learned_relative", "absolute_sinusoid", "absolute_learned"]
+LENGTHS = ("tgt_len", "ext_len", "mem_len")
+
 
 def read_tensors(path: Path) -> State:
     """All tensors of a safetensors file, and the tied ones again under their second name."""
@@ -57,9 +61,14 @@ def common_fields(constructor: Mapping[str, Any]) -> Fields:
 
 
 def pytorch_fields(constructor: Mapping[str, Any]) -> Fields:
-    """The original PyTorch code: empty memory at the start, `mem_len` keys with `same_length`, shared biases."""
-    assert constructor["attn_type"] == 0
+    """The original PyTorch code: empty memory at the start, `mem_len` keys with `same_length`, shared biases.
+
+    Its learned tables have a row for every distance of a segment and its memory, as they were when it was constructed.
+    """
+    kind = ATTENTION_KINDS[constructor["attn_type"]]
+    tables = {} if kind == "transformer_xl" else {"max_klen": sum(constructor[name] for name in LENGTHS)}
     return common_fields(constructor) | {
+        "attention_kind": kind,
         "pre_lnorm": constructor["pre_lnorm"],
         "mem_len": constructor["mem_len"],
         "clamp_len": constructor["clamp_len"],
@@ -69,6 +78,7 @@ def pytorch_fields(constructor: Mapping[str, Any]) -> Fields:
         "memory_init": "empty",
         "same_length_includes_oldest": False,
         "layer_norm_epsilon": 1e-5,
+        **tables,
     }
 
 
@@ -166,10 +176,21 @@ def flip_clusters(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pytorch_state(tensors: Mapping[str, torch.Tensor]) -> State:
-    """Original PyTorch names: ours without `transformer.`. Works for any dictionary by name, gradients too."""
+    """Original PyTorch names: ours without `transformer.`. Works for any dictionary by name, gradients too.
+
+    Tables of positions, and biases with tables, are stacked over the layers there; those of absolute positions (no
+    `r_bias`) are split into heads that add up to `d_model`.
+    """
     state = {}
     for name, tensor in tensors.items():
         if name == "pos_emb.inv_freq":
+            continue
+        if name in ("r_emb", "r_bias") or (name == "r_w_bias" and "r_emb" in tensors):
+            is_absolute = name == "r_emb" and "r_bias" not in tensors
+            for layer, part in enumerate(tensor):
+                # (rows, heads, head size) -> (rows, d_model)
+                part = part.flatten(1) if is_absolute else part
+                state[f"transformer.layers.{layer}.dec_attn.{name}"] = part.contiguous()
             continue
         ours = name if name.startswith("crit.") else f"transformer.{name}"
         state[ours] = flip_clusters(ours, tensor)

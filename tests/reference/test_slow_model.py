@@ -70,7 +70,7 @@ def compare_segments(recorded: Recorded, model: SlowTransfoXL, memory: list[Slow
     assert_close(f"{recorded.name} {run} log-probabilities", scores, recorded.expected[key], LOG_PROBABILITIES)
 
 
-@pytest.mark.parametrize("name", [name for name in case_names("pytorch_original") if "ext-len" not in name])
+@pytest.mark.parametrize("name", [name for name in case_names("pytorch_original", "xl-*") if "ext-len" not in name])
 @torch.no_grad()
 def test_reference_reproduces_the_original_pytorch_code(name: str) -> None:
     recorded = pytorch_case(name)
