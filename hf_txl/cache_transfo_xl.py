@@ -277,8 +277,8 @@ class TransfoXLMemory(Cache):
             from_new = min(kept, new_length)
             newest = new.narrow(-2, new_length - from_new, from_new)
             if stored is None or kept == from_new:
-                # a view would keep the whole segment alive
-                return newest.clone() if kept < new_length else newest
+                # a view would keep the whole segment alive, and a caller's hand on the model's hidden states
+                return newest.clone(memory_format=torch.contiguous_format)
             if full is not None:
                 return full.narrow(-2, full.shape[-2] - kept, kept)
             oldest = stored.narrow(-2, stored_length - (kept - from_new), kept - from_new)
