@@ -118,7 +118,6 @@ class TransfoXLMemory(Cache):
         batch_size: int | None = None,
     ):
         super().__init__(layers=[TransfoXLMemoryLayer() for _ in range(config.n_layer)])
-        self.d_model = config.d_model
         self.mem_len = config.mem_len if mem_len is None else mem_len
         self.clamp_len = config.clamp_len if clamp_len is None else clamp_len
         self.same_length = config.same_length if same_length is None else same_length
@@ -448,10 +447,12 @@ class TransfoXLMemory(Cache):
         Args:
             config (`TransfoXLConfig`): Configuration of the model.
             mems (`list[torch.Tensor]`):
-                `n_layer` tensors of shape `(mem_time, batch_size, d_model)`: the input of each layer. The original's
-                additional entry, the last layer's output, is left out: nothing reads it.
+                `n_layer` tensors of shape `(mem_time, batch_size, d_model)`: the input of each layer; `[]`: nothing
+                read yet. The original's additional entry, the last layer's output, is left out: nothing reads it.
             settings: As for [`TransfoXLMemory`].
         """
+        if not mems:
+            return cls(config, **{"stores": "hidden_states", **settings})
         if len(mems) not in (config.n_layer, config.n_layer + 1):
             raise ValueError(f"`mems` must have `n_layer` ({config.n_layer}) entries, but has {len(mems)}.")
         mems = mems[: config.n_layer]
@@ -473,7 +474,8 @@ class TransfoXLMemory(Cache):
     def to_mems(self) -> list[torch.Tensor]:
         """The legacy form: `n_layer` tensors of shape `(mem_time, batch_size, d_model)`.
 
-        With `memory_init="zeros"` free slots are zero vectors and `mem_time` is `mem_len`.
+        With `memory_init="zeros"` free slots are zero vectors and `mem_time` is `mem_len`. Before the first segment:
+        `[]`.
 
         Raises:
             ValueError: if keys and values are stored, or rows of different length have no zeros to fill them.
@@ -481,8 +483,7 @@ class TransfoXLMemory(Cache):
         if self.storage == "keys_values":
             raise ValueError("`to_mems` needs hidden states, but this memory stores keys and values (`stores=`).")
         if self.stored_length == 0:
-            # nothing read yet, or nothing remembered
-            return [torch.zeros(self.start_slots, self.batch_size or 0, self.d_model) for _ in self.layers]
+            return []
         mask = self.stored_mask()
         if mask is not None and self.memory_init == "empty" and not mask.all():
             raise ValueError(
@@ -497,15 +498,7 @@ class TransfoXLMemory(Cache):
         return mems
 
     def _settings(self) -> dict[str, Any]:
-        names = (
-            "d_model",
-            "mem_len",
-            "clamp_len",
-            "same_length",
-            "same_length_includes_oldest",
-            "memory_init",
-            "stores",
-        )
+        names = ("mem_len", "clamp_len", "same_length", "same_length_includes_oldest", "memory_init", "stores")
         return {name: getattr(self, name) for name in names} | {"num_layers": len(self.layers)}
 
     def state_dict(self) -> dict[str, Any]:
