@@ -543,6 +543,11 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
                 raise ValueError("Assisted decoding takes tokens back, which a `TransfoXLMemory` cannot do.")
         remembers = cache.mem_len > 0 if isinstance(cache, TransfoXLMemory) else self.config.sliding_window > 1
         if not remembers:
+            if kwargs.get("inputs_embeds") is not None:
+                raise ValueError(
+                    "`inputs_embeds` must be None where nothing is remembered (`mem_len` is 0): every step reads the "
+                    "whole text again, of which only ids are known later. Pass `input_ids`."
+                )
             # every step reads the whole segment again
             kwargs["use_cache"] = False
         return super().generate(*args, **kwargs)
