@@ -280,13 +280,17 @@ class TransfoXLMemory(Cache):
     def _keep(self, stored: torch.Tensor | None, new: torch.Tensor, full: torch.Tensor | None) -> torch.Tensor:
         """The newest `mem_len` real positions of each row, right-aligned; time is the last dimension but one."""
         stored_length, new_length = 0 if stored is None else stored.shape[-2], new.shape[-2]
-        kept = min(self.mem_len, stored_length + new_length)
+        kept = self._kept_length(stored_length, new_length)
+        if self._in_progress.mask is None and stored is not None and torch.compiler.is_compiling():
+            # a program for segments of any length must not compare that length with the memory's
+            full = torch.cat([stored, new], dim=-2) if full is None else full
+            return full.narrow(-2, full.shape[-2] - kept, kept).clone()
         if self._in_progress.mask is None:
             from_new = min(kept, new_length)
             newest = new.narrow(-2, new_length - from_new, from_new)
             if stored is None or kept == from_new:
-                # a view would keep the whole segment alive
-                return newest.clone() if kept < new_length else newest
+                # a view would keep the whole segment alive, and a caller's hand on the model's hidden states
+                return newest.clone(memory_format=torch.contiguous_format)
             if full is not None:
                 return full.narrow(-2, full.shape[-2] - kept, kept)
             oldest = stored.narrow(-2, stored_length - (kept - from_new), kept - from_new)
@@ -299,6 +303,10 @@ class TransfoXLMemory(Cache):
         index = order.reshape(order.shape[0], *[1] * (full.dim() - 3), kept, 1)
         return full.gather(-2, index.expand(*full.shape[:-2], kept, full.shape[-1]))
 
+    def _kept_length(self, stored_length: int, new_length: int) -> int:
+        """Positions stored after a segment; a memory that is full stays full."""
+        return self.mem_len if stored_length >= self.mem_len else min(self.mem_len, stored_length + new_length)
+
     def real_mask(self, stored_length: int) -> torch.Tensor:
         """Which positions of memory and a segment with a mask are real, `(B, S + Q)`."""
         mask, stored_mask = self._in_progress.mask, self.stored_mask()
@@ -310,12 +318,11 @@ class TransfoXLMemory(Cache):
     def commit(self, batch_size: int, query_length: int) -> None:
         """End a segment: what was staged becomes the memory. Until then a failed forward leaves it as it was."""
         stored_length = self.stored_length
-        kept = min(self.mem_len, stored_length + query_length)
+        kept = self._kept_length(stored_length, query_length)
         if self._in_progress.mask is not None:
             self.lengths = self.real_mask(stored_length).sum(dim=1).clamp(max=self.mem_len)
-            self.shortest = min(self.shortest, self.mem_len)
         else:
-            self.shortest = min(self.shortest + query_length, self.mem_len)
+            self.shortest = self._kept_length(self.shortest, query_length)
             if self.lengths is not None:
                 self.lengths = (self.lengths + query_length).clamp(max=self.mem_len)
         if self.shortest >= kept:

@@ -195,26 +195,31 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         if size != config.vocab_size:
             change = size - config.vocab_size
             config.vocab_size = size
+            # buckets of equal width share one table
+            first_row = last_cutoff if config.div_val == 1 else 0
             table = embedding.emb_layers[-1]
-            old_weight, table.weight = table.weight, self._resized(table.weight, change, mean_resizing)
+            old_weight, table.weight = table.weight, self._resized(table.weight, change, mean_resizing, first_row)
             table.num_embeddings = len(table.weight)
             embedding.bucket_ends = config.bucket_ends
             if isinstance(crit := getattr(self, "crit", None), AdaptiveLogSoftmax):
                 output: Any = crit.out_layers[-1]
                 is_tied = output.weight is old_weight
-                output.weight = table.weight if is_tied else self._resized(output.weight, change, mean_resizing)
-                output.bias = self._resized(output.bias, change, mean_resizing)
+                output.weight = (
+                    table.weight if is_tied else self._resized(output.weight, change, mean_resizing, first_row)
+                )
+                output.bias = self._resized(output.bias, change, mean_resizing, first_row)
                 output.out_features = len(output.weight)
                 crit.vocab_size, crit.bucket_ends = size, config.bucket_ends
                 crit.shortlist_size = crit.bucket_ends[0]
         return embedding
 
     @torch.no_grad()
-    def _resized(self, weight: nn.Parameter, change: int, mean_resizing: bool) -> nn.Parameter:
+    def _resized(self, weight: nn.Parameter, change: int, mean_resizing: bool, first_row: int) -> nn.Parameter:
+        """The table with rows added or taken away at its end; the last bucket begins at `first_row`."""
         old = weight.data
         if change < 0:
             return nn.Parameter(old[:change].clone(), requires_grad=weight.requires_grad)
-        new = old.float().mean(dim=0).to(old.dtype).expand(change, *old.shape[1:]).clone()
+        new = old[first_row:].float().mean(dim=0).to(old.dtype).expand(change, *old.shape[1:]).clone()
         if not mean_resizing:
             new = torch.zeros_like(new) if old.dim() == 1 else torch.empty_like(new).normal_(0.0, self.config.init_std)
         return nn.Parameter(torch.cat([old, new]), requires_grad=weight.requires_grad)
@@ -544,6 +549,11 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         if isinstance(cache, TransfoXLMemory):
             remembers = cache.mem_len > 0
         if not remembers:
+            if kwargs.get("inputs_embeds") is not None:
+                raise ValueError(
+                    "`inputs_embeds` must be None where nothing is remembered (`mem_len` is 0): every step reads the "
+                    "whole text again, of which only ids are known later. Pass `input_ids`."
+                )
             # every step reads the whole segment again
             kwargs["use_cache"] = False
         return super().generate(*args, **kwargs)
