@@ -466,7 +466,8 @@ class AbsoluteSinusoidAttention(AbsoluteAttention):
 class AbsoluteLearnedAttention(AbsoluteAttention):
     """Attention kind `"absolute_learned"`: Al-Rfou et al. 2018; a table of positions added before each layer.
 
-    Beyond the `max_klen` rows of the table its farthest row is repeated (`attn_type` 3; like the original it does not read `clamp_len`).
+    Beyond the `max_klen` rows of the table its farthest row is repeated (`attn_type` 3; like the original it does not
+    read `clamp_len`).
     """
 
     def __init__(self, config: TransfoXLConfig, layer_idx: int):

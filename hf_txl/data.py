@@ -13,6 +13,26 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+LOSSES = ("full", "half")
+# a target that is not scored
+IGNORED = -100
+
+
+def num_unscored(length: int, loss: str) -> int:
+    """Positions at the start of a segment that are not scored.
+
+    With `"half"` these are `length // 2`: only the recent half of a segment counts, where a prediction has the most
+    before it (section 4.2 and the ablation in Table 6 of [Dai et al., 2019](https://arxiv.org/abs/1901.02860)). The
+    middle position of an odd length is scored, so a segment of one token is too. With `"full"` there are none.
+
+    Args:
+        length (`int`): Tokens of the segment.
+        loss (`str`): `"full"` or `"half"`.
+    """
+    if loss not in LOSSES:
+        raise ValueError(f"`loss` must be one of {list(LOSSES)}, but is {loss!r}.")
+    return length // 2 if loss == "half" else 0
+
 
 def _as_tokens(token_ids: torch.Tensor | np.ndarray | Sequence[int]) -> torch.Tensor:
     tokens = torch.as_tensor(token_ids)
@@ -27,7 +47,8 @@ class TokenStreams(IterableDataset):
     """One long text as `batch_size` streams that are read in parallel.
 
     Row r of a batch reads piece r of the text, `len(token_ids) // batch_size` tokens (what is left over at the end is
-    dropped). Every token of a piece but its first is a target exactly once, whatever the segment length.
+    dropped). Every token of a piece but its first is a target exactly once, whatever the segment length; with
+    `loss="half"` only those in the recent half of a segment are, and all tokens are read.
 
     Items come segment-major: all rows of a segment, then all rows of the next. A `DataLoader` with the same
     `batch_size` (`per_device_train_batch_size` of `Trainer`, times the number of processes) thus makes batches whose
@@ -46,6 +67,10 @@ class TokenStreams(IterableDataset):
         drop_last (`bool`, defaults to `False`):
             Leave out the last segment if it is shorter: for training where all shapes must be equal. An evaluation
             keeps it.
+        loss (`str`, defaults to `"full"`):
+            `"half"` leaves the first half of each segment out of the loss: its `shift_labels` are -100. The rule for
+            odd lengths and the source are those of [`num_unscored`]; a shorter last segment is halved by its own
+            length.
 
     Example:
 
@@ -64,11 +89,13 @@ class TokenStreams(IterableDataset):
         segment_length: int,
         *,
         drop_last: bool = False,
+        loss: str = "full",
     ):
         super().__init__()
         for name, size in (("batch_size", batch_size), ("segment_length", segment_length)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"`{name}` must be an int of at least 1, but is {size!r}.")
+        num_unscored(segment_length, loss)
         tokens = _as_tokens(token_ids)
         length = len(tokens) // batch_size
         needed = 1 + (segment_length if drop_last else 1)
@@ -79,6 +106,7 @@ class TokenStreams(IterableDataset):
             )
         self.batch_size = batch_size
         self.segment_length = segment_length
+        self.loss = loss
         # (num_tokens,) -> (batch, length)
         self.rows = tokens[: batch_size * length].view(batch_size, length)
         num_targets = length - 1
@@ -93,6 +121,7 @@ class TokenStreams(IterableDataset):
         stop = min(start + self.segment_length, self.rows.shape[1] - 1)
         # copies, so that nobody writes into the text
         input_ids, targets = self.rows[:, start:stop].clone(), self.rows[:, start + 1 : stop + 1].clone()
+        targets[:, : num_unscored(stop - start, self.loss)] = IGNORED
         return {"input_ids": input_ids, "shift_labels": targets, "labels": input_ids.clone()}
 
     def segments(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -148,4 +177,4 @@ def check_frequency_order(token_ids: torch.Tensor | np.ndarray | Sequence[int], 
     return rates
 
 
-__all__ = ["TokenStreams", "check_frequency_order"]
+__all__ = ["TokenStreams", "check_frequency_order", "num_unscored"]

@@ -22,9 +22,8 @@ import torch
 from tqdm.auto import tqdm
 
 from .cache_transfo_xl import TransfoXLMemory
+from .data import IGNORED, num_unscored
 from .modeling_transfo_xl import TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLPreTrainedModel
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -114,6 +113,7 @@ def evaluate_stream(
     memory_init: str | None = None,
     stores: str = "auto",
     ext_len: int | None = None,
+    loss: str = "full",
     return_losses: bool = False,
     progress: bool = True,
 ) -> StreamScore:
@@ -133,7 +133,11 @@ def evaluate_stream(
         ext_len (`int`, *optional*):
             Tokens of a segment that are read again with the next one and enter the memory only then. Default: the
             configuration's, usually 0. Other values cost twice the time, and change nothing with `same_length=True`.
-        return_losses (`bool`, defaults to `False`): Whether to return the loss of every token too.
+        loss (`str`, defaults to `"full"`):
+            `"half"` scores only the recent half of each segment, as in the paper's ablation (section 4.2, Table 6):
+            of `n` positions the last `n - n // 2`, a shorter last segment by its own length. Everything is read, and
+            `predictions` counts what is scored. Which tokens these are depends on `segment_length`.
+        return_losses (`bool`, defaults to `False`): Whether to return the loss of every scored token too.
         progress (`bool`, defaults to `True`): Whether to show a progress bar.
 
     Returns:
@@ -147,6 +151,7 @@ def evaluate_stream(
     ```
     """
     _check_sizes(segment_length=segment_length, batch_size=batch_size)
+    num_unscored(segment_length, loss)
     config = model.config
     ext_len = config.ext_len if ext_len is None else ext_len
     if ext_len < 0:
@@ -169,7 +174,7 @@ def evaluate_stream(
         stores=stores,
     )
     num_targets = length - 1
-    total, kept_losses = 0.0, []
+    total, predictions, kept_losses = 0.0, 0, []
     started = time.perf_counter()
     bar = tqdm(total=batch_size * num_targets, unit="tok", unit_scale=True, desc="evaluating", disable=not progress)
     with _inference(model), bar:
@@ -179,19 +184,22 @@ def evaluate_stream(
             # the last `ext_len` tokens come again with the next segment; their states enter the memory only then
             reading = copy.copy(memory) if ext_len else memory
             targets = rows[:, first + 1 : stop + 1].clone()
-            targets[:, : start - first] = IGNORED
+            # of the segment itself, what `TokenStreams` leaves out in training
+            num_ignored = start - first + num_unscored(stop - start, loss)
+            targets[:, :num_ignored] = IGNORED
             output = model(rows[:, first:stop], cache=reading, shift_labels=targets, return_logits=False)
             if ext_len and stop - first > ext_len:
                 model.base_model(rows[:, first : stop - ext_len], cache=memory)
-            losses = output.losses[:, start - first :].cpu()
+            losses = output.losses[:, num_ignored:].cpu()
             total += losses.double().sum().item()
+            predictions += losses.numel()
             if return_losses:
                 kept_losses.append(losses)
-            bar.update(losses.numel())
-            bar.set_postfix(loss=f"{total / (batch_size * stop):.4f}", refresh=False)
+            bar.update(batch_size * (stop - start))
+            bar.set_postfix(loss=f"{total / predictions:.4f}", refresh=False)
     return StreamScore(
-        loss=total / (batch_size * num_targets),
-        predictions=batch_size * num_targets,
+        loss=total / predictions,
+        predictions=predictions,
         seconds=time.perf_counter() - started,
         losses=torch.cat(kept_losses, dim=1) if return_losses else None,
     )

@@ -26,8 +26,9 @@ FLAT = {
     "adaptive_transfo_xl": {"configuration_transfo_xl"},
     "tokenization_transfo_xl": set(),
     "cache_transfo_xl": {"configuration_transfo_xl"},
-    "attention_transfo_xl": {"configuration_transfo_xl"},
-    "past_transfo_xl": {"configuration_transfo_xl", "cache_transfo_xl", "attention_transfo_xl"},
+    "positions_transfo_xl": set(),
+    "attention_transfo_xl": {"configuration_transfo_xl", "positions_transfo_xl"},
+    "past_transfo_xl": {"configuration_transfo_xl", "cache_transfo_xl", "positions_transfo_xl"},
     "modeling_transfo_xl": {
         "configuration_transfo_xl",
         "cache_transfo_xl",
@@ -40,7 +41,7 @@ LIBRARY = {
     **FLAT,
     "data": {"tokenization_transfo_xl"},
     "training": {"data", "modeling_transfo_xl"},
-    "scoring": {"modeling_transfo_xl", "cache_transfo_xl", "tokenization_transfo_xl"},
+    "scoring": {"modeling_transfo_xl", "cache_transfo_xl", "tokenization_transfo_xl", "data"},
     "publishing": set(FLAT),
     "demo": {*FLAT, "data", "scoring", "training"},
 }

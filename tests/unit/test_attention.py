@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from hf_txl import TransfoXLConfig, TransfoXLModel
-from hf_txl.attention_transfo_xl import (
+from hf_txl.attention_transfo_xl import TransfoXLAttention, eager_attention, sdpa_attention
+from hf_txl.positions_transfo_xl import (
     AttentionLayout,
     RelativeKeys,
-    TransfoXLAttention,
     align_relative_scores,
-    eager_attention,
     gather_relative_scores,
-    sdpa_attention,
     sinusoid_embeddings,
 )
 from tests.helpers import assert_close
@@ -185,7 +183,7 @@ def attention_layer(**fields: Any) -> TransfoXLAttention:
 def position_table(num_keys: int, num_queries: int, clamp_len: int) -> RelativeKeys:
     distances = torch.arange(num_keys - 1, -num_queries - 1, -1).clamp(0, clamp_len if clamp_len > 0 else None)
     table = sinusoid_embeddings(distances, 32).double()
-    return RelativeKeys(num_keys, num_queries, table, clamp_len=clamp_len, keeps=False)
+    return RelativeKeys(distances, num_queries, clamp_len, table.dtype, table, keeps=False)
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
