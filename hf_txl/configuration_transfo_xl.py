@@ -297,17 +297,7 @@ class TransfoXLConfig(PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """Refuse what no model can have."""
-        positive = (
-            "vocab_size",
-            "d_model",
-            "d_embed",
-            "n_head",
-            "d_head",
-            "d_inner",
-            "div_val",
-            "n_layer",
-            "max_klen",
-        )
+        positive = ("vocab_size", "d_model", "d_embed", "n_head", "d_head", "d_inner", "div_val", "n_layer")
         for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
@@ -341,6 +331,8 @@ class TransfoXLConfig(PreTrainedConfig):
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` must be one of {list(allowed)}, but is {getattr(self, name)!r}.")
+        if self.max_klen < 1:
+            raise ValueError(f"`max_klen` must be at least 1, but is {self.max_klen}.")
         if self.max_relative_distance < 0:
             raise ValueError(f"`max_relative_distance` must be 0 or more, but is {self.max_relative_distance}.")
         if self.attention_kind == "shaw" and not (self.shaw_keys or self.shaw_values):
