@@ -138,7 +138,8 @@ class RelativeKeys:
         keeps: bool,
     ):
         self.distances = distances
-        self.num_distances = len(distances) - num_future
+        # a length that an exported program may vary: `len` would fix it
+        self.num_distances = distances.shape[0] - num_future
         self.num_future = num_future
         self.clamp_len = clamp_len
         self.dtype = dtype

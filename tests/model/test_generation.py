@@ -262,20 +262,21 @@ def test_a_memory_of_one_position_equals_a_hand_loop(window: str, start: str) ->
     assert with_memory.tolist() == rows_by_hand(model, prompts, 5, window_rule=False)
 
 
-@pytest.mark.parametrize("with_memory", [False, True])
+@pytest.mark.parametrize("said_by", ["configuration", "configuration, with a memory", "memory"])
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("window", WINDOWS)
-def test_without_memory_every_step_reads_the_whole_text_as_one_segment(
-    window: str, start: str, with_memory: bool
+def test_where_nothing_is_kept_every_step_reads_the_whole_text_as_one_segment(
+    window: str, start: str, said_by: str
 ) -> None:
-    model = tiny_model(mem_len=0, memory_init=start, **WINDOWS[window])
+    model = tiny_model(mem_len=5 if said_by == "memory" else 0, memory_init=start, **WINDOWS[window])
     prompts = random_ids(2, 4)
-    cache = TransfoXLMemory(model.config) if with_memory else None
+    cache = None if said_by == "configuration" else TransfoXLMemory(model.config, mem_len=0)
     output = model.generate(prompts, cache=cache, max_new_tokens=5, **PLAIN)
     expected = []
     for row in prompts.tolist():
         for _ in range(5):
-            row = row + by_hand(model, torch.tensor(row), 1, window_rule=False)
+            nothing = SlowMemory(model.config, mem_len=0)
+            row = row + by_hand(model, torch.tensor(row), 1, memory=nothing, window_rule=False)
         expected.append(row)
     assert output.tolist() == expected
 
