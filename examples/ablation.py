@@ -46,7 +46,7 @@ from tqdm.auto import tqdm
 import hf_txl
 from hf_txl import TransfoXLConfig, TransfoXLForCausalLM
 from hf_txl.data import TokenStreams
-from hf_txl.demo import character_tokenizer, demo_text
+from hf_txl.demo import character_tokenizer, demo_text, warm_up_and_cosine
 from hf_txl.scoring import evaluate_stream
 
 KINDS = ("transformer_xl", "learned_relative", "shaw", "huang", "absolute_sinusoid", "absolute_learned")
@@ -209,13 +209,7 @@ def train(
     """Train in streams; returns the mean loss of the last tenth of the steps, in nats per scored character."""
     streams = TokenStreams(token_ids, settings.batch_size, settings.segment_length, drop_last=True, loss=cell.loss)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
-    warm_up_steps = max(1, settings.steps // 20)
-
-    def rate(step: int) -> float:
-        if step < warm_up_steps:
-            return (step + 1) / warm_up_steps
-        return 0.5 * (1 + math.cos(math.pi * (step - warm_up_steps) / max(1, settings.steps - warm_up_steps)))
-
+    rate = warm_up_and_cosine(settings.steps, warmup_steps=max(1, settings.steps // 20))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
     def passes() -> Iterator[tuple[dict[str, torch.Tensor], Any]]:

@@ -92,7 +92,6 @@ class AdaptiveLogSoftmax(nn.Module):
     def __init__(self, config: TransfoXLConfig):
         super().__init__()
         self.bucket_ends = config.bucket_ends
-        self.vocab_size = config.vocab_size
         self.shortlist_size = self.bucket_ends[0]
         self.num_clusters = config.num_clusters
         # published name; weights are those of the embedding where `tie_word_embeddings`

@@ -377,9 +377,8 @@ class ShawAttention(RelativeAttention):
     def value_bias(
         self, probabilities: torch.Tensor, layout: AttentionLayout, relative_keys: RelativeKeys
     ) -> torch.Tensor:
-        first = relative_keys.num_distances - layout.key_length
-        rows = self._clipped(self.relative_value_table, relative_keys)
-        rows = rows[first : relative_keys.num_distances + layout.query_length].to(probabilities.dtype)
+        rows = relative_keys.of_call(self._clipped(self.relative_value_table, relative_keys), layout)
+        rows = rows.to(probabilities.dtype)
         # (B, H, Q, N) x (N, D) -> (B, H, Q, D) -> (B, Q, H, D)
         return torch.matmul(spread_relative_probabilities(probabilities, layout), rows).transpose(1, 2)
 

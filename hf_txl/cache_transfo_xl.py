@@ -69,7 +69,10 @@ class TransfoXLMemoryLayer(CacheLayerMixin):
 class SegmentInProgress:
     """What a forward is about to write: nothing of the memory changes before the segment ends."""
 
-    mask: torch.Tensor | None
+    # which positions of memory and segment are real, `(B, S + Q)`, and an order that moves those to the right, still
+    # in sequence; `None`: all of the segment is real
+    real: torch.Tensor | None
+    order: torch.Tensor | None
     # stored hidden states as keys and values, per layer, where they are converted
     converted: list[dict[str, torch.Tensor]]
     # the memory after the segment, per layer
@@ -225,7 +228,15 @@ class TransfoXLMemory(Cache):
                 "them no gradient reaches the key and value projections from the memory, about half of it. "
                 "Use `TransfoXLMemory(config, stores='hidden_states')`, or `torch.no_grad()` for inference."
             )
-        self._segment = SegmentInProgress(segment_mask, [{} for _ in self.layers], [{} for _ in self.layers])
+        real = order = None
+        if segment_mask is not None:
+            stored_mask = self.stored_mask()
+            if stored_mask is None:
+                real = F.pad(segment_mask, (self.stored_length, 0), value=True)
+            else:
+                real = torch.cat([stored_mask, segment_mask], dim=1)
+            order = torch.argsort(real.int(), dim=1, stable=True)
+        self._segment = SegmentInProgress(real, order, [{} for _ in self.layers], [{} for _ in self.layers])
         return storage
 
     def _check(self, inputs_embeds: torch.Tensor) -> None:
@@ -252,6 +263,11 @@ class TransfoXLMemory(Cache):
     def convert(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Let keys and values `(B, H, S, D)` stand for the stored hidden states of a layer from this segment on."""
         self._in_progress.converted[layer_idx] = {"keys": keys, "values": values}
+
+    @property
+    def real_mask(self) -> torch.Tensor | None:
+        """Which positions of memory and the segment that began are real, `(B, S + Q)`, or `None` if the segment is."""
+        return self._in_progress.real
 
     @property
     def _in_progress(self) -> SegmentInProgress:
@@ -281,11 +297,12 @@ class TransfoXLMemory(Cache):
         """The newest `mem_len` real positions of each row, right-aligned; time is the last dimension but one."""
         stored_length, new_length = 0 if stored is None else stored.shape[-2], new.shape[-2]
         kept = self._kept_length(stored_length, new_length)
-        if self._in_progress.mask is None and stored is not None and torch.compiler.is_compiling():
+        order = self._in_progress.order
+        if order is None and stored is not None and torch.compiler.is_compiling():
             # a program for segments of any length must not compare that length with the memory's
             full = torch.cat([stored, new], dim=-2) if full is None else full
             return full.narrow(-2, full.shape[-2] - kept, kept).clone()
-        if self._in_progress.mask is None:
+        if order is None:
             from_new = min(kept, new_length)
             newest = new.narrow(-2, new_length - from_new, from_new)
             if stored is None or kept == from_new:
@@ -297,30 +314,18 @@ class TransfoXLMemory(Cache):
             return torch.cat([oldest, newest], dim=-2)
         if full is None:
             full = new if stored is None else torch.cat([stored, new], dim=-2)
-        # stable: real positions move to the right, in order
-        order = torch.argsort(self.real_mask(stored_length).int(), dim=1, stable=True)
-        order = order[:, full.shape[-2] - kept :]
-        index = order.reshape(order.shape[0], *[1] * (full.dim() - 3), kept, 1)
+        index = order[:, full.shape[-2] - kept :].reshape(order.shape[0], *[1] * (full.dim() - 3), kept, 1)
         return full.gather(-2, index.expand(*full.shape[:-2], kept, full.shape[-1]))
 
     def _kept_length(self, stored_length: int, new_length: int) -> int:
         """Positions stored after a segment; a memory that is full stays full."""
         return self.mem_len if stored_length >= self.mem_len else min(self.mem_len, stored_length + new_length)
 
-    def real_mask(self, stored_length: int) -> torch.Tensor:
-        """Which positions of memory and a segment with a mask are real, `(B, S + Q)`."""
-        mask, stored_mask = self._in_progress.mask, self.stored_mask()
-        assert mask is not None
-        if stored_mask is None:
-            return F.pad(mask, (stored_length, 0), value=True)
-        return torch.cat([stored_mask, mask], dim=1)
-
     def commit(self, batch_size: int, query_length: int) -> None:
         """End a segment: what was staged becomes the memory. Until then a failed forward leaves it as it was."""
-        stored_length = self.stored_length
-        kept = self._kept_length(stored_length, query_length)
-        if self._in_progress.mask is not None:
-            self.lengths = self.real_mask(stored_length).sum(dim=1).clamp(max=self.mem_len)
+        kept = self._kept_length(self.stored_length, query_length)
+        if self._in_progress.real is not None:
+            self.lengths = self._in_progress.real.sum(dim=1).clamp(max=self.mem_len)
         else:
             self.shortest = self._kept_length(self.shortest, query_length)
             if self.lengths is not None:

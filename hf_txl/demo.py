@@ -13,7 +13,7 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
@@ -150,6 +150,17 @@ def character_tokenizer(text: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=UNKNOWN, clean_up_tokenization_spaces=False)
 
 
+def warm_up_and_cosine(steps: int, warmup_steps: int) -> Callable[[int], float]:
+    """Learning rate by step, as a part of the highest: it rises along a line and falls along a cosine."""
+
+    def rate(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps)))
+
+    return rate
+
+
 def train(
     model: TransfoXLForCausalLM, token_ids: torch.Tensor, settings: DemoSettings, progress: bool = True
 ) -> float:
@@ -173,13 +184,7 @@ def train(
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": free, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate)
     warmup_steps = max(1, round(settings.warmup * settings.steps))
-
-    def rate(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, settings.steps - warmup_steps)))
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_and_cosine(settings.steps, warmup_steps))
     memory = model.init_memory(settings.batch_size)
     segments = streams.segments()
     average = None

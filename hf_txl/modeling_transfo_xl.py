@@ -209,7 +209,7 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
                 )
                 output.bias = self._resized(output.bias, change, mean_resizing, first_row)
                 output.out_features = len(output.weight)
-                crit.vocab_size, crit.bucket_ends = size, config.bucket_ends
+                crit.bucket_ends = config.bucket_ends
                 crit.shortlist_size = crit.bucket_ends[0]
         return embedding
 
@@ -551,8 +551,9 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         if not remembers:
             if kwargs.get("inputs_embeds") is not None:
                 raise ValueError(
-                    "`inputs_embeds` must be None where nothing is remembered (`mem_len` is 0): every step reads the "
-                    "whole text again, of which only ids are known later. Pass `input_ids`."
+                    "`inputs_embeds` must be None where nothing is remembered (`mem_len` is 0, or an absolute "
+                    "attention kind without a `TransfoXLMemory`): every step reads the whole text again, of which "
+                    "only ids are known later. Pass `input_ids`."
                 )
             # every step reads the whole segment again
             kwargs["use_cache"] = False

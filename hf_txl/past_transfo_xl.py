@@ -153,10 +153,10 @@ class MemoryPast(Past):
         memory, stored_length = self.memory, self.memory.stored_length
         start_slots = memory.start_slots
         zero_start = memory.memory_init == "zeros"
-        if self.mask is not None:
+        if memory.real_mask is not None:
             stored = torch.tensor(stored_length, device=self.device) if memory.lengths is None else memory.lengths
             return AttentionLayout.from_mask(
-                memory.real_mask(stored_length),
+                memory.real_mask,
                 stored_length,
                 self.query_length,
                 start_slots,

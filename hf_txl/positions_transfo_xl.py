@@ -171,8 +171,11 @@ class RelativeKeys:
             rows = make_rows(self)
             if self.keeps:
                 self.rows[layer_idx] = rows
-        first = self.num_distances - layout.key_length
-        return rows[first : self.num_distances + layout.query_length]
+        return self.of_call(rows, layout)
+
+    def of_call(self, rows: torch.Tensor, layout: AttentionLayout) -> torch.Tensor:
+        """Of rows for the whole table, those for distances `K - 1 … 0` and `Q` future keys."""
+        return rows[self.num_distances - layout.key_length : self.num_distances + layout.query_length]
 
 
 def align_relative_scores(scores: torch.Tensor, key_length: int) -> torch.Tensor:
