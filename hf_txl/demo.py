@@ -8,13 +8,9 @@ The text is in `demo_text`, whose `SOURCE.txt` says where it comes from.
 import json
 import lzma
 import math
-import os
-import shutil
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -29,6 +25,7 @@ from .configuration_transfo_xl import TransfoXLConfig
 from .data import TokenStreams
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .scoring import StreamScore, evaluate_stream
+from .staging import check_writable, written_beside
 
 # marks a folder that a demo wrote, and holds its numbers
 RESULTS_FILE = "demo.json"
@@ -247,29 +244,6 @@ def _check_replaceable(folder: Path) -> None:
         )
 
 
-@contextmanager
-def _written_beside(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder` that takes its place when the block ends well, and goes away when it does not."""
-    staging = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}"
-    staging.mkdir()
-    try:
-        yield staging
-        _check_replaceable(folder)
-        if folder.exists():
-            earlier = staging.with_name(staging.name + ".earlier")
-            os.rename(folder, earlier)
-            try:
-                os.rename(staging, folder)
-            except OSError:
-                os.rename(earlier, folder)
-                raise
-            shutil.rmtree(earlier)
-        else:
-            os.rename(staging, folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
 def run_demo(
     output_dir: str | Path,
     *,
@@ -309,10 +283,7 @@ def run_demo(
         raise ValueError(f"`steps` must be at least 1, but is {settings.steps}.")
     folder = Path(output_dir).resolve()
     # now rather than after the training; nothing is written until then
-    _check_replaceable(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder.parent, os.W_OK):
-        raise PermissionError(f"`output_dir` must be in a folder that can be written to, but {folder.parent} cannot.")
+    check_writable(folder, _check_replaceable)
 
     text = demo_text() if text is None else text
     tokenizer = character_tokenizer(text)
@@ -345,7 +316,7 @@ def run_demo(
         )
 
     scores = {mem_len: score(model, mem_len) for mem_len in (0, length, 4 * length)}
-    with _written_beside(folder) as staging:
+    with written_beside(folder, _check_replaceable) as staging:
         model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
         loaded: Any = AutoModelForCausalLM.from_pretrained(staging)

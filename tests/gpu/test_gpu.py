@@ -19,8 +19,8 @@ import torch
 import transformers
 
 from hf_txl import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLMemory
+from hf_txl.conversion.slow_model import SlowTransfoXL, leaves_of
 from tests.helpers import assert_close
-from tests.reference.slow_model import SlowTransfoXL, leaves_of
 
 pytestmark = pytest.mark.gpu
 

@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_txl import TransfoXLForSequenceClassification, TransfoXLMemory, TransfoXLModel
+from hf_txl.conversion.slow_model import SlowMemory
 from hf_txl.scoring import classify_documents, embed_documents
 from tests.helpers import assert_close
 from tests.model.tiny_models import (
@@ -25,7 +26,6 @@ from tests.model.tiny_models import (
     t0_model,
     tiny_model,
 )
-from tests.reference.slow_model import SlowMemory
 
 # hidden states are of order 1 to 10, with pre_lnorm up to some 10
 HIDDEN_STATES = {"atol": 1e-5, "rtol": 1e-5}

@@ -18,9 +18,9 @@ from transformers import DynamicCache, GenerationConfig, StaticCache, pipeline
 from transformers.utils import logging
 
 from hf_txl import TransfoXLForCausalLM, TransfoXLMemory, TransfoXLModel
+from hf_txl.conversion.slow_model import SlowMemory
 from tests.helpers import assert_close
 from tests.model.tiny_models import STARTS, STORAGES, WINDOWS, random_ids, slow_twin, tiny_model
-from tests.reference.slow_model import SlowMemory
 
 # float32 against float64 through two layers and a softmax
 PROBABILITIES = 1e-5

@@ -30,8 +30,8 @@ from hf_txl import (
     TransfoXLMemory,
     TransfoXLModel,
 )
+from hf_txl.conversion.slow_kinds import slow_model_of
 from tests.helpers import assert_close, cut
-from tests.reference.slow_kinds import slow_model_of
 
 # float32 against float64 through two layers and a softmax
 LOG_PROBABILITIES = 1e-5
@@ -335,6 +335,24 @@ def test_two_names_of_the_kind_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match="`attention_kind`.*`attn_type=0`"):
         TransfoXLConfig(**TINY, attn_type=0, attention_kind="shaw")
     assert TransfoXLConfig(**TINY, attn_type=2, attention_kind="absolute_sinusoid").attn_type == 2
+
+
+@each_absolute_kind
+def test_a_prompt_of_embeddings_needs_a_memory(kind: str) -> None:
+    """Without one, each step reads the text again by its ids; with one, the embeddings are read once."""
+    model = make_model(kind)
+    ids = random_ids(2, 4)
+    embeddings = model.get_input_embeddings()(ids).detach()
+    with pytest.raises(ValueError, match="`inputs_embeds`.*absolute"):
+        model.generate(inputs_embeds=embeddings, max_new_tokens=3, **PLAIN)
+    memory = model.init_memory(2)
+    generated = model.generate(inputs_embeds=embeddings, cache=memory, max_new_tokens=5, **PLAIN).sequences
+    by_hand, step, memory = [], {"inputs_embeds": embeddings}, model.init_memory(2)
+    with torch.no_grad():
+        for _ in range(5):
+            by_hand.append(model(**step, cache=memory).logits[:, -1].argmax(-1, keepdim=True))
+            step = {"input_ids": by_hand[-1]}
+    assert torch.equal(generated, torch.cat(by_hand, dim=1))
 
 
 @each_kind

@@ -12,9 +12,9 @@ from transformers import DynamicCache, StaticCache, Trainer, TrainingArguments
 from transformers.utils import logging as library_logging
 
 from hf_txl import TransfoXLForSequenceClassification, TransfoXLMemory, TransfoXLModel
+from hf_txl.conversion.slow_model import SlowMemory
 from tests.helpers import assert_close, cut, read_in_segments
 from tests.model.tiny_models import slow_log_probabilities, slow_twin
-from tests.reference.slow_model import SlowMemory
 from tests.t0 import (
     FLOAT32,
     FLOAT64,

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_txl import TransfoXLMemory, TransfoXLModel
+from hf_txl.conversion.slow_model import SlowTransfoXL, leaves_of, stacked_memory
 from tests.helpers import assert_close
 from tests.model.tiny_models import (
     STARTS,
@@ -22,7 +23,6 @@ from tests.model.tiny_models import (
     slow_twin,
     tiny_model,
 )
-from tests.reference.slow_model import SlowTransfoXL, leaves_of, stacked_memory
 
 # float32 against float64; log-probabilities of these weights are of order 10
 LOG_PROBABILITIES = 2e-5

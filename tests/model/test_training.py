@@ -13,9 +13,9 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_txl import TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLMemory
+from hf_txl.conversion.slow_model import SlowTransfoXL, leaves_of
 from tests.helpers import assert_close, cut
 from tests.model.tiny_models import STARTS, WINDOWS, random_ids, t0_model, tiny_config, tiny_model
-from tests.reference.slow_model import SlowTransfoXL, leaves_of
 
 # float32 sums over all positions against float64
 GRADIENTS = {"atol": 2e-5, "rtol": 1e-4}

@@ -39,11 +39,12 @@ FLAT = {
 }
 LIBRARY = {
     **FLAT,
+    "staging": set(),
     "data": {"tokenization_transfo_xl"},
     "training": {"data", "modeling_transfo_xl"},
     "scoring": {"modeling_transfo_xl", "cache_transfo_xl", "tokenization_transfo_xl", "data"},
     "publishing": set(FLAT),
-    "demo": {*FLAT, "data", "scoring", "training"},
+    "demo": {*FLAT, "data", "scoring", "staging", "training"},
 }
 EVERYTHING = {*LIBRARY, "cli", "__init__"}
 MAY_IMPORT = {

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from hf_txl import TransfoXLForCausalLM, TransfoXLMemory
+from hf_txl.conversion.slow_kinds import slow_model_of
+from hf_txl.conversion.slow_model import last_hidden
 from tests.helpers import assert_close
 from tests.parity.package_runs import (
     STORAGES,
@@ -35,8 +37,6 @@ from tests.parity.recorded_cases import (
 )
 from tests.parity.test_original_pytorch import CASES as TYPE_0
 from tests.parity.test_original_pytorch import COMPARED_SEGMENT_BY_SEGMENT as TYPE_0_BY_SEGMENT
-from tests.reference.slow_kinds import slow_model_of
-from tests.reference.slow_model import last_hidden
 
 RELATIVE = ["shaw-basic", "shaw-clamp", "shaw-longer-than-table", "shaw-pre-lnorm-cutoffs"]
 ABSOLUTE_WITHOUT_MEMORY = ["abs-learned-no-mem", "abs-sin-no-mem"]

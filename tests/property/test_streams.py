@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_txl import TransfoXLForCausalLM, TransfoXLMemory
+from hf_txl.conversion.slow_model import SlowTransfoXL, leaves_of
 from tests.helpers import assert_close, cut
 from tests.property.strategies import build_model, cuts, masks, model_fields, random_ids
-from tests.reference.slow_model import SlowTransfoXL, leaves_of
 
 TOLERANCE = 1e-5
 # between two runs of the package: the same float64 arithmetic in another order

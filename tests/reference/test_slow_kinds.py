@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from hf_txl.conversion.slow_kinds import SlowShaw, slow_model_of
+from hf_txl.conversion.slow_model import SlowMemory, SlowTransfoXL, last_hidden, stacked_memory
 from tests.helpers import assert_close
 from tests.parity.original_keys import tied_names
 from tests.parity.recorded_cases import (
@@ -24,8 +26,6 @@ from tests.parity.recorded_cases import (
     evaluation_lengths,
     pytorch_case,
 )
-from tests.reference.slow_kinds import SlowShaw, slow_model_of
-from tests.reference.slow_model import SlowMemory, SlowTransfoXL, last_hidden, stacked_memory
 
 # both sides are float64 and do the same sums
 EXACT = 1e-12

@@ -8,6 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_txl.conversion.slow_model import (
+    IGNORED,
+    SlowMemory,
+    SlowTransfoXL,
+    last_hidden,
+    stacked_memory,
+)
 from tests.helpers import assert_close
 from tests.parity.original_keys import pytorch_state, tied_names
 from tests.parity.recorded_cases import (
@@ -24,13 +31,6 @@ from tests.parity.recorded_cases import (
     nvidia_case,
     pytorch_case,
     tensorflow_case,
-)
-from tests.reference.slow_model import (
-    IGNORED,
-    SlowMemory,
-    SlowTransfoXL,
-    last_hidden,
-    stacked_memory,
 )
 
 LEGACY_LANGUAGE_MODELS = ["legacy-div1", "legacy-no-cutoff", "legacy-wt103"]

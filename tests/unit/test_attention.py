@@ -8,6 +8,7 @@ import torch
 
 from hf_txl import TransfoXLConfig, TransfoXLModel
 from hf_txl.attention_transfo_xl import TransfoXLAttention, eager_attention, sdpa_attention
+from hf_txl.conversion.slow_model import SlowTransfoXL
 from hf_txl.positions_transfo_xl import (
     AttentionLayout,
     RelativeKeys,
@@ -17,7 +18,6 @@ from hf_txl.positions_transfo_xl import (
 )
 from tests.helpers import assert_close
 from tests.model.tiny_models import T0
-from tests.reference.slow_model import SlowTransfoXL
 from tests.t0 import FLOAT32, FLOAT64, GRADIENTS, LARGE_WEIGHTS, make_config, make_model, random_ids
 
 # Q queries   M memory   K = M + Q keys   D head size

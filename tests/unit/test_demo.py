@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -236,14 +237,14 @@ def test_a_failed_move_brings_the_earlier_folder_back(
 ) -> None:
     run(tmp_path / "model", text)
     before = contents(tmp_path)
-    rename = demo.os.rename
+    rename = os.rename
 
     def failing(source: Path, target: Path) -> None:
         if Path(target).name == "model" and not Path(source).name.endswith(".earlier"):
             raise OSError("no")
         rename(source, target)
 
-    monkeypatch.setattr(demo.os, "rename", failing)
+    monkeypatch.setattr(os, "rename", failing)
     with pytest.raises(OSError, match="no"):
         run(tmp_path / "model", text)
     assert contents(tmp_path) == before

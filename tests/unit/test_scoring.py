@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_txl import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLModel
+from hf_txl.conversion.slow_model import SlowTransfoXL
 from hf_txl.scoring import (
     classify_documents,
     embed_documents,
@@ -17,7 +18,6 @@ from hf_txl.scoring import (
 )
 from tests.helpers import FIXTURES, assert_close, cut
 from tests.parity.recorded_cases import pytorch_case
-from tests.reference.slow_model import SlowTransfoXL
 
 # The models are float64, so what is left is the rounding of float32 losses, of order 1 to 10, and sinusoids,
 NUMBERS = 1e-5

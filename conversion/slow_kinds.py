@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.reference.slow_model import SlowMemory, SlowTransfoXL
+from .slow_model import SlowMemory, SlowTransfoXL
 
 # H heads   Q queries of one segment   K = memory + Q keys   D head size
 
