@@ -1,6 +1,12 @@
 """Transformer-XL for transformers: importing this package registers model type `transfo-xl` with the Auto classes."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from .cache_transfo_xl import TransfoXLMemory
 from .configuration_transfo_xl import TransfoXLConfig
@@ -11,6 +17,7 @@ from .modeling_transfo_xl import (
     TransfoXLModel,
     TransfoXLPreTrainedModel,
 )
+from .tokenization_transfo_xl import TransfoXLTokenizer
 
 __version__ = "0.1.0.dev0"
 
@@ -18,6 +25,7 @@ AutoConfig.register("transfo-xl", TransfoXLConfig, exist_ok=True)
 AutoModel.register(TransfoXLConfig, TransfoXLModel, exist_ok=True)
 AutoModelForCausalLM.register(TransfoXLConfig, TransfoXLForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(TransfoXLConfig, TransfoXLForSequenceClassification, exist_ok=True)
+AutoTokenizer.register(TransfoXLConfig, tokenizer_class=TransfoXLTokenizer, exist_ok=True)
 
 __all__ = [
     "TransfoXLConfig",
@@ -27,4 +35,5 @@ __all__ = [
     "TransfoXLMemory",
     "TransfoXLModel",
     "TransfoXLPreTrainedModel",
+    "TransfoXLTokenizer",
 ]

@@ -1,5 +1,9 @@
 """The `hf-txl` command."""
 
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +45,108 @@ def demo(
     if not result.memory_helps:
         typer.echo("Error: memory did not help on the held-out text; train longer (--steps).", err=True)
         raise typer.Exit(1)
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        str, typer.Argument(help="A file, a TensorFlow prefix, a folder as training left it, or a Hub id.")
+    ],
+    output: Annotated[Path, typer.Argument(help="Folder to write.")],
+    format: Annotated[
+        str | None, typer.Option(help="pytorch, nvidia, tensorflow or transformers.", show_default="found out")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="JSON file of settings that the source does not tell.", exists=True)
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One such setting; may be repeated.")
+    ] = None,
+    vocabulary: Annotated[
+        Path | None, typer.Option(help="The vocabulary's file.", show_default="in or beside the source", exists=True)
+    ] = None,
+    tokenizer_mode: Annotated[
+        str | None, typer.Option(help="How the tokenizer treats text.", show_default="as the vocabulary's code")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, float16 or bfloat16.", show_default="the source's")
+    ] = None,
+    license: Annotated[str, typer.Option(help="For the card: an identifier of the Hub.")] = "other",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare the result with a slow reading of the source's weights.")
+    ] = False,
+    recorded: Annotated[
+        Path | None,
+        typer.Option(help="Compare the result with outputs recorded in this safetensors file.", exists=True),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUTPUT if it exists.")] = False,
+) -> None:
+    """Convert a checkpoint of the original codes, of NVIDIA or of transformers 2 to 4. Nothing in it is executed."""
+    from .conversion.convert import convert, parse_dtype, parse_settings
+
+    command = shlex.join(["hf-txl", *sys.argv[1:]])
+    with _errors_as_messages():
+        result = convert(
+            source,
+            output,
+            format=format,
+            settings=parse_settings(config, set_ or []),
+            vocabulary=vocabulary,
+            tokenizer_mode=tokenizer_mode,
+            dtype=parse_dtype(dtype),
+            license=license,
+            verify=verify,
+            recorded=recorded,
+            force=force,
+            command=command,
+        )
+        typer.echo(result)
+
+
+@app.command("build-tokenizer")
+def build_tokenizer(
+    texts: Annotated[list[Path], typer.Argument(help="Text files, UTF-8.", exists=True, dir_okay=False)],
+    output: Annotated[Path, typer.Option(help="Folder to write.")],
+    mode: Annotated[
+        str, typer.Option(help="How text is cut: moses (raw text), pretokenized (white space), characters or bytes.")
+    ] = "moses",
+    min_freq: Annotated[int, typer.Option(min=0, help="Leave out symbols that occur less often.")] = 0,
+    max_size: Annotated[int | None, typer.Option(min=1, help="Most symbols besides the special ones.")] = None,
+    special: Annotated[
+        list[str] | None, typer.Option(help="A special token; may be repeated.", show_default="<eos>, <unk>")
+    ] = None,
+    lower_case: Annotated[bool, typer.Option("--lower-case", help="Lower-case text first.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUTPUT if it exists.")] = False,
+) -> None:
+    """Count the symbols of texts and write a tokenizer that AutoTokenizer loads."""
+    from .staging import check_writable, new_or_forced, written_beside
+    from .tokenization_transfo_xl import TransfoXLTokenizer, build_vocabulary
+
+    with _errors_as_messages():
+        check = new_or_forced(force, texts)
+        check_writable(output, check)
+        symbols = build_vocabulary(
+            texts,
+            mode,
+            min_freq=min_freq,
+            max_size=max_size,
+            special=special or ("<eos>", "<unk>"),
+            lower_case=lower_case,
+        )
+        tokenizer = TransfoXLTokenizer.from_vocabulary(symbols, mode, lower_case=lower_case)
+        with written_beside(output, check) as staging:
+            tokenizer.save_pretrained(staging)
+    typer.echo(f"{len(tokenizer)} symbols written to {output}")
+
+
+@contextmanager
+def _errors_as_messages() -> Iterator[None]:
+    """What a user can mend becomes one message and exit status 2, without a traceback."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from error
 
 
 if __name__ == "__main__":

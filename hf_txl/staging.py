@@ -3,9 +3,26 @@
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+def new_or_forced(force: bool, sources: Iterable[str | Path]) -> Callable[[Path], None]:
+    """A check for the functions below: refuses an output that is not empty, unless forced, or that holds a source."""
+
+    def check(output: Path) -> None:
+        if not os.path.lexists(output):
+            return
+        if not output.is_dir() or output.is_symlink():
+            raise FileExistsError(f"`output` must be a folder, but {output} is none.")
+        for source in sources:
+            if output.resolve() in [Path(source).resolve(), *Path(source).resolve().parents]:
+                raise FileExistsError(f"`output` must not hold the source, but {output} does.")
+        if not force and any(output.iterdir()):
+            raise FileExistsError(f"`output` must be new or empty, but {output} is not; `force` replaces it.")
+
+    return check
 
 
 def check_writable(folder: Path, check_replaceable: Callable[[Path], None]) -> None:
@@ -16,6 +33,7 @@ def check_writable(folder: Path, check_replaceable: Callable[[Path], None]) -> N
         check_replaceable (`Callable[[Path], None]`): Raises if what is at `folder` must not be replaced.
 
     Raises:
+        FileExistsError: what `check_replaceable` raises.
         PermissionError: if its parent cannot be written to.
     """
     check_replaceable(folder)

@@ -1,0 +1,131 @@
+"""Compares a converted model with recorded outputs of its source, or with a slow reading of the same weights.
+
+The model is the one that was written, loaded again through transformers; so names, ties, settings and files are under
+test together.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from hf_txl import TransfoXLForCausalLM, TransfoXLMemory, TransfoXLPreTrainedModel
+
+from .slow_kinds import slow_model_of
+
+# Two correct float32 programs differ by up to 1e-5 on the recorded cases and somewhat more in larger models. Mistakes
+# cost 4e-3 (the epsilon of the layer norms) or 0.1 and more (everything else that was tried).
+TOLERANCE = 1e-4
+
+Differences = dict[str, float]
+"""What was compared -> its largest absolute difference."""
+
+
+def verify_recorded(
+    model: TransfoXLForCausalLM, recorded: Mapping[str, torch.Tensor], **lengths: Any
+) -> dict[str, Differences]:
+    """Read recorded segments, the memory carried from one to the next, and compare what comes out.
+
+    Args:
+        model (`TransfoXLForCausalLM`): The model, float32.
+        recorded (`Mapping[str, torch.Tensor]`):
+            For segment k = 0, 1, …: `seg{k}.input_ids` (batch, time), and what is to be compared:
+            `seg{k}.target` with `seg{k}.nll` (batch, scored), nats of the last tokens of a segment in token order;
+            `seg{k}.prediction_scores` (batch, time, vocabulary); `last.logprobs` (batch, scored, vocabulary), of the
+            last segment. Several runs have their name and a dot before each of these.
+        lengths:
+            Arguments of [`TransfoXLMemory`] that differ from the model's configuration (`mem_len`, `clamp_len`, …).
+
+    Returns:
+        `dict[str, dict[str, float]]`: for each run, the largest difference of each kind of output.
+    """
+    runs = sorted({match[1] for name in recorded if (match := re.fullmatch(r"(.*\.)?seg0\.input_ids", name))}, key=str)
+    if not runs:
+        raise ValueError("`recorded` must hold `seg0.input_ids`, but holds only " + ", ".join(sorted(recorded)[:10]))
+    return {(run or "").rstrip("."): _verify_run(model, recorded, run or "", lengths) for run in runs}
+
+
+@torch.no_grad()
+def _verify_run(
+    model: TransfoXLForCausalLM, recorded: Mapping[str, torch.Tensor], run: str, lengths: dict[str, Any]
+) -> Differences:
+    memory = TransfoXLMemory(model.config, **lengths)
+    differences: Differences = {}
+
+    def compare(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        difference = (ours.double() - theirs.double()).abs().max().item()
+        differences[name] = max(differences.get(name, 0.0), difference)
+
+    number = 0
+    while (name := f"{run}seg{number}.input_ids") in recorded:
+        input_ids = recorded[name]
+        target = recorded.get(f"{run}seg{number}.target")
+        scored = input_ids.shape[1] if target is None else target.shape[1]
+        labels = (
+            None if target is None else torch.nn.functional.pad(target, (input_ids.shape[1] - scored, 0), value=-100)
+        )
+        output = model(input_ids, cache=memory, shift_labels=labels)
+        scores = torch.log_softmax(output.logits.float(), dim=-1)
+        if target is not None:
+            compare("losses", output.losses[:, -scored:], recorded[f"{run}seg{number}.nll"])
+        if (expected := recorded.get(f"{run}seg{number}.prediction_scores")) is not None:
+            compare("log-probabilities", scores, expected)
+        number += 1
+    if (expected := recorded.get(f"{run}last.logprobs")) is not None:
+        compare("log-probabilities", scores[:, -expected.shape[1] :], expected)
+    return differences
+
+
+@torch.no_grad()
+def verify_with_source(
+    model: TransfoXLPreTrainedModel,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    batch_size: int = 2,
+    segments: tuple[int, ...] = (5, 3, 6),
+    max_mem_len: int = 7,
+    seed: int = 0,
+    progress: bool = True,
+) -> Differences:
+    """Compare a model with a float64 double loop over the source's weights, on random ids of all buckets.
+
+    Args:
+        model (`TransfoXLPreTrainedModel`): A causal language model or a bare one, float32.
+        weights (`Mapping[str, torch.Tensor]`): The weights as they were read, under published names.
+        batch_size, segments: Rows, and tokens of each segment; the memory goes from one to the next.
+        max_mem_len (`int`, defaults to 7): The memory is the configuration's, but no longer than this.
+        seed (`int`, defaults to 0): Of the ids.
+        progress (`bool`, defaults to `True`): Whether to show a bar.
+
+    Returns:
+        `dict[str, float]`: the largest difference of hidden states (relative to the largest of them) and, where the
+        model has a softmax, of log-probabilities.
+    """
+    config = model.config
+    reference = slow_model_of(config, weights)
+    lengths: dict[str, Any] = {"mem_len": min(config.mem_len, max_mem_len)}
+    memory, slow_memory = TransfoXLMemory(config, **lengths), reference.new_memory(batch_size, **lengths)
+    generator = torch.Generator().manual_seed(seed)
+    differences = {"hidden states": 0.0}
+    for length in tqdm(segments, desc="comparing with the reference", unit="segment", disable=not progress):
+        input_ids = _ids_of_all_buckets(config.bucket_ends, (batch_size, length), generator)
+        rows = reference.read(input_ids, slow_memory)
+        output = model(input_ids, cache=memory, output_hidden_states=True)
+        expected = torch.stack([row.hidden_states[-1] for row in rows])
+        difference = (output.hidden_states[-1].double() - expected).abs().max() / expected.abs().max().clamp(min=1)
+        differences["hidden states"] = max(differences["hidden states"], difference.item())
+        if isinstance(model, TransfoXLForCausalLM):
+            scores = torch.log_softmax(output.logits.double(), dim=-1)
+            difference = (scores - reference.scores(rows, length)).abs().max()
+            differences["log-probabilities"] = max(differences.get("log-probabilities", 0.0), difference.item())
+    return differences
+
+
+def _ids_of_all_buckets(ends: list[int], shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    """Ids whose buckets come in turn, so that each is there."""
+    starts = torch.tensor([0, *ends[:-1]])
+    buckets = (torch.arange(shape[0] * shape[1]) % len(ends)).view(shape)
+    first, end = starts[buckets], torch.tensor(ends)[buckets]
+    return first + (torch.rand(shape, generator=generator, dtype=torch.float64) * (end - first)).long()
