@@ -153,10 +153,11 @@ def _open_transformers(path: Path) -> Checkpoint:
         raise ValueError(f"`source` must have its config.json beside it, but {folder} has none.")
     names = [path.name]
     if path.name.endswith(".index.json"):
-        weight_map = read_json(path).get("weight_map", {})
-        names = sorted(set(weight_map.values()))
-        if not names or any(Path(name).name != name for name in names):
-            raise ValueError(f"{path} must map every tensor to a file beside it (`weight_map`), but does not.")
+        weight_map = read_json(path).get("weight_map")
+        files = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        if not files or not all(isinstance(name, str) and Path(name).name == name for name in files):
+            raise ValueError(f"`weight_map` in {path} must map every tensor to a file beside it, but does not.")
+        names = sorted(set(files))
     tensors: dict[str, torch.Tensor] = {}
     for name in names:
         tensors |= _read_weights(folder / name)

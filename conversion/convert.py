@@ -304,7 +304,10 @@ def _tokenizer(
     def write(folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
-    return write, f"{len(vocabulary)} symbols, mode `{mode or vocabulary.mode}`"
+    sentence = f"{len(vocabulary)} symbols, mode `{tokenizer.mode}`"
+    if mode is None and vocabulary.raw_mode != vocabulary.mode:
+        sentence += f" for text prepared as the original's was (`{vocabulary.raw_mode}` takes raw text)"
+    return write, sentence
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -1,13 +1,14 @@
 """Reads what `torch.save` and `pickle` wrote for the PyTorch codes, and executes nothing of it.
 
-Old checkpoints are pickles of whole modules, and a pickle can name any function. A file that names something outside the
-lists of `torch_objects.py` is refused before anything is made of it; whatever else a file holds, no class or function is
-imported for it, and nothing of it is called.
+Old checkpoints are pickles of whole modules, and a pickle can name any function. A file that names something outside
+the lists of `torch_objects.py` is refused before anything is made of it; whatever else a file holds, no class or
+function is imported for it, and nothing of it is called.
 
-Three kinds of file exist: the zip archive that torch writes since 1.6, the sequence of pickles and raw storages that it
-wrote before (also every `vocab.bin` of transformers), and plain pickles. Their layout follows `torch/serialization.py`.
-Tensors are views of the file, mapped privately: reading costs no memory beyond the pages that are used, and writing to a
-tensor does not change the file. Storages of the older kind may lie between two elements' boundaries; those are read.
+Three kinds of file exist: the zip archive that torch writes since 1.6, the sequence of pickles and raw storages that
+it wrote before (also every `vocab.bin` of transformers), and plain pickles. Their layout follows
+`torch/serialization.py`. Tensors are views of the file, mapped privately: reading costs no memory beyond the pages
+that are used, and writing to a tensor does not change the file. Storages of the older kind may lie between two
+elements' boundaries; those are read.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ def read_file(path: str | os.PathLike[str]) -> Any:
     Returns:
         Dictionaries (also for `OrderedDict`, `Counter` and `defaultdict`), lists, tuples, sets, texts, numbers, bytes,
         None, `torch.Tensor` and `StoredObject`. Tensors are on the CPU whatever the file says, need no gradient, and
-        share memory as they did when they were saved.
+        share memory as they did when they were saved. A class that is stored itself is a `StoredName`.
 
-    Raises `UnsafeFileError` (a `ValueError`) if the file names a class or function that is not listed, and `ValueError`
-    if it is damaged or no such file. Damage of values is noticed in zip archives, which have checksums.
+    Raises `UnsafeFileError` (a `ValueError`) if the file names a class or function that is not listed, and
+    `ValueError` if it is damaged or no such file. Damage of values is noticed in zip archives, which have checksums.
     """
     path = Path(path)
     with open(path, "rb") as file:
@@ -213,7 +214,7 @@ def read_sequence(file: io.BufferedReader, mapping: mmap) -> Any:
     protocol, position = read_plain(mapping, position)
     system, position = read_plain(mapping, position)
     if (magic, protocol) != (MAGIC_NUMBER, PROTOCOL_NUMBER):
-        raise ValueError(f"has protocol {printable(protocol, 40)} of torch before 1.6; {PROTOCOL_NUMBER} is known")
+        raise ValueError(f"has another layout than {PROTOCOL_NUMBER}, the only one of torch before 1.6")
     little = system.get("little_endian") if type(system) is dict else None
     if type(little) is not bool:
         raise ValueError("does not say its byte order")

@@ -1,13 +1,14 @@
 """Reads checkpoints of the original TensorFlow code (`model.ckpt.index`, `.data-00000-of-00001`).
 
 No maintained library reads these files without TensorFlow: the one package that says so on PyPI,
-`tensorflow-checkpoint-reader`, calls itself in development and had its last release in February 2023. So TensorFlow is used,
-an optional extra: `pip install "hf_txl[tensorflow]"`. It compares checksums of the index and of every variable, so flipped
-bits and truncation are errors. But an index that is malformed on purpose, with right checksums, makes TensorFlow abort.
-Therefore it runs in a process of its own, `tensorflow_process.py`, which also keeps its memory (700 MB) out of this one.
+`tensorflow-checkpoint-reader`, calls itself in development and had its last release in February 2023. So TensorFlow is
+used, an optional extra: `pip install "hf_txl[tensorflow]"`. It compares checksums of the index and of every variable,
+so flipped bits and truncation are errors. But an index that is malformed on purpose, with right checksums, makes
+TensorFlow abort. Therefore it runs in a process of its own, `tensorflow_process.py`, which also keeps its memory
+(700 MB) out of this one.
 
-Checkpoints of one file, as TensorFlow wrote before 0.12, are read too. Shapes are known at once; values are read when they
-are asked for, one variable at a time.
+Checkpoints of one file, as TensorFlow wrote before 0.12, are read too. Shapes are known at once; values are read when
+they are asked for, one variable at a time.
 """
 
 from __future__ import annotations
@@ -43,16 +44,17 @@ def read_checkpoint(path: str | os.PathLike[str]) -> TensorFlowCheckpoint:
     """Open a TensorFlow checkpoint.
 
     Args:
-        path: the name that all files of the checkpoint begin with (`model.ckpt`), one of the files, or a folder: then the
-            checkpoint that its `checkpoint` file names, or the only one in it.
+        path: the name that all files of the checkpoint begin with (`model.ckpt`), one of the files, or a folder: then
+            the checkpoint that its `checkpoint` file names, or the only one in it.
 
-    Raises `ImportError` without TensorFlow, `FileNotFoundError` if there is no checkpoint, and `ValueError` if it is damaged
-    or there are several.
+    Raises `ImportError` without TensorFlow, `FileNotFoundError` if there is no checkpoint, and `ValueError` if it is
+    damaged or there are several.
     """
     prefix = find_prefix(Path(path)).absolute()
     if importlib.util.find_spec("tensorflow") is None:
         raise ImportError(
-            f'`{prefix}` is a TensorFlow checkpoint, which TensorFlow is needed to read: pip install "hf_txl[tensorflow]"'
+            f"`{prefix}` is a TensorFlow checkpoint, and TensorFlow, which reads it, is not installed: "
+            'pip install "hf_txl[tensorflow]"'
         )
     return TensorFlowCheckpoint(prefix, TensorFlowProcess.running())
 
@@ -82,8 +84,8 @@ class TensorFlowCheckpoint(Mapping[str, torch.Tensor]):
             # checked before anything is allocated; the older format packs its values, so there it cannot be
             if min(shape, default=0) < 0 or (shards and size > stored):
                 raise ValueError(
-                    f"`{prefix}` is no valid TensorFlow checkpoint: its variable `{printable(name)}` of shape {shape} needs "
-                    f"{size} bytes, and its data have {stored}."
+                    f"`{prefix}` is no valid TensorFlow checkpoint: its variable `{printable(name)}` of shape "
+                    f"{shape} needs {size} bytes, and its data have {stored}."
                 )
             self.shapes[name] = tuple(shape)
             self.dtypes[name] = DTYPES[dtype]
@@ -97,16 +99,19 @@ class TensorFlowCheckpoint(Mapping[str, torch.Tensor]):
             raise ValueError(f"`{self.prefix}` is no valid TensorFlow checkpoint: {printable(error, 300)}.") from None
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        values = torch.empty(self.shapes[name], dtype=self.dtypes[name])
+        shape, dtype = self.shapes[name], self.dtypes[name]
         if self.process.process.poll() is not None:  # another checkpoint stopped it
             self.process = TensorFlowProcess.running()
         if self.process.opened != str(self.prefix):
             self.ask({"open": str(self.prefix)})
-        size = self.ask({"read": name})["size"]
-        if size != values.nbytes:
+        if self.ask({"read": name})["size"] != prod(shape) * dtype.itemsize:
             raise ValueError(f"`{self.prefix}` changed while it was read: `{printable(name)}` has another size.")
+        values = torch.empty(shape, dtype=dtype)
         self.process.receive(values)
         return values
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
@@ -116,7 +121,7 @@ class TensorFlowCheckpoint(Mapping[str, torch.Tensor]):
 
 
 class TensorFlowProcess:
-    """A process that has imported TensorFlow. Checkpoints that are in use share it, and it ends with the last of them."""
+    """A process that has imported TensorFlow; checkpoints in use share it, and it ends with the last of them."""
 
     current: weakref.ReferenceType[TensorFlowProcess] | None = None
 

@@ -2,8 +2,8 @@
 
 A pickle is a program for a small stack machine, and the standard library's machine imports and calls whatever the
 program names. The one here cannot import, and the only functions that it calls are stand-ins that its caller gave it.
-So it is an interpreter of its own and not a subclass of `pickle.Unpickler` with another `find_class`: there real classes
-lie on the stack, and one overlooked way to an attribute of theirs is enough.
+So it is an interpreter of its own and not a subclass of `pickle.Unpickler` with another `find_class`: there real
+classes lie on the stack, and one overlooked way to an attribute of theirs is enough.
 
 The instructions are those of protocols 0 to 5, described in the standard library's `pickletools`. This file knows
 nothing of tensors; `torch_objects.py` says which names exist and what they become.
@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any
 
-# An instruction of one byte can make a container of 200: this bounds what a file of such instructions costs. The lists
-# of pairs in which Python 2 wrote an ordered vocabulary stay below it.
-MAX_CONTAINERS = 2**22
+# An instruction of one byte can make a container of 200: this bounds what a file of such instructions costs. The
+# sentences of a corpus, or the lists of pairs in which Python 2 wrote an ordered vocabulary, stay below it.
+MAX_OBJECTS = 2**22
 # Python 2 wrote small numbers as long ones, and torch writes one of 80 bits; nothing here counts further.
 MAX_INTEGER_BYTES = 32
 PLAIN_TYPES = frozenset((str, int, float, bytes, bool, type(None)))
@@ -54,7 +54,7 @@ class StoredName:
     build: Callable[..., Any] = field(repr=False)
 
 
-def printable(text: object, longest: int = 120) -> str:
+def printable(text: str | bytes | BaseException, longest: int = 120) -> str:
     """`text` as it may stand in a message: without line breaks, control codes or more than `longest` characters."""
     escaped = str(text)[: longest + 1].encode("ascii", "backslashreplace").decode()
     escaped = "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in escaped)
@@ -88,7 +88,7 @@ class PickleReader:
         self.memo: dict[int, Any] = {}
         self.stack: list[Any] = []
         self.marked: list[list[Any]] = []  # the stacks below each mark
-        self.containers = 0
+        self.num_objects = 0  # containers, marks and calls
 
     def read(self) -> Any:
         """The value that the pickle stands for."""
@@ -156,13 +156,13 @@ class PickleReader:
         del self.stack[len(self.stack) - count :]
         return items
 
-    def count_container(self) -> None:
-        self.containers += 1
-        if self.containers > MAX_CONTAINERS:
-            raise ValueError(f"holds more than {MAX_CONTAINERS} containers")
+    def count_object(self) -> None:
+        self.num_objects += 1
+        if self.num_objects > MAX_OBJECTS:
+            raise ValueError(f"holds more than {MAX_OBJECTS} objects")
 
     def new(self, kind: Callable[..., Any], *items: Any) -> Any:
-        self.count_container()
+        self.count_object()
         return kind(*items)
 
     def new_frozenset(self, items: list[Any]) -> frozenset[Any]:
@@ -171,12 +171,14 @@ class PickleReader:
 
     def remember(self, index: int) -> None:
         self.memo[index] = self.stack[-1]
+        if len(self.memo) > MAX_OBJECTS:
+            raise ValueError(f"refers to more than {MAX_OBJECTS} values")
 
     def recall(self, index: int) -> Any:
         try:
             return self.memo[index]
         except KeyError:
-            raise ValueError(f"refers to value {printable(index, 20)} before there is one") from None
+            raise ValueError(f"refers to value {index} before there is one") from None
 
     def pop(self) -> None:
         if self.stack:
@@ -185,6 +187,7 @@ class PickleReader:
             self.pop_to_mark()
 
     def mark(self) -> None:
+        self.count_object()
         self.marked.append(self.stack)
         self.stack = []
 
@@ -209,7 +212,7 @@ class PickleReader:
         target.update(items)
 
     def call(self, name: Any, arguments: Any) -> Any:
-        self.count_container()
+        self.count_object()
         if not isinstance(name, StoredName) or type(arguments) is not tuple:
             raise ValueError(f"calls {type(name).__name__} with {type(arguments).__name__}")
         try:
@@ -219,7 +222,7 @@ class PickleReader:
 
     def call_with_keywords(self) -> Any:
         name, arguments, keywords = self.pop_count(3)
-        if keywords != {}:
+        if type(keywords) is not dict or keywords:
             raise ValueError("calls a class with keywords")
         return self.call(name, arguments)
 
@@ -244,6 +247,10 @@ class PickleReader:
         """Store attributes. Those of an `OrderedDict` or `Counter` (torch notes layer versions there) are not kept."""
         state = self.stack.pop()
         target = self.stack[-1]
+        if isinstance(target, StoredObject) and type(state) is tuple and len(state) > 2:
+            # an array of NumPy reads its own state: version, shape, type, order, values
+            target.state["__setstate__"] = state
+            return
         # the second form also gives attributes that the class declared in `__slots__`
         parts = state if type(state) is tuple and len(state) == 2 else (state, None)
         for part in parts:
@@ -296,7 +303,7 @@ def read_decimal(line: bytes) -> int:
 
 def read_int_line(line: bytes) -> int | bool:
     # the only two numbers with a zero in front are how protocol 0 writes True and False
-    return {b"00": False, b"01": True}[line] if line in (b"00", b"01") else read_decimal(line)
+    return line == b"01" if line in (b"00", b"01") else read_decimal(line)
 
 
 def read_float_line(line: bytes) -> float:
@@ -322,7 +329,7 @@ def read_quoted_line(line: bytes) -> str:
 
 
 def counted(width: int, read: Callable[[bytes], Any]) -> Callable[[PickleReader], Any]:
-    """A value whose bytes come after their number, of `width` bytes. Most instructions are of this kind, so it is quick."""
+    """A value whose bytes come after their number, of `width` bytes. Most instructions are such, so it is quick."""
 
     def take_value(reader: PickleReader) -> Any:
         data, start = reader.data, reader.position + width

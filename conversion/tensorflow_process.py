@@ -1,9 +1,9 @@
 """The process that reads TensorFlow checkpoints for `read_tensorflow.py`; run as a script, never imported.
 
 It answers one line of JSON with another. `{"open": prefix}` gives `{"variables": {name: [dtype, shape]}}`, and
-`{"read": name}` gives `{"size": bytes}` and that many bytes: a variable of the checkpoint opened last. `{"error": reason}`
-answers what cannot be read. Apart since TensorFlow stops its process on some malformed files, and since its memory goes
-with it.
+`{"read": name}` gives `{"size": bytes}` and that many bytes: a variable of the checkpoint opened last. `{"error":
+reason}` answers what cannot be read. Apart since TensorFlow stops its process on some malformed files, and since its
+memory goes with it.
 """
 
 import json
@@ -39,7 +39,7 @@ def main() -> None:
                 answer({"variables": {name: [dtypes[name].name, shapes[name]] for name in shapes}})
             else:
                 values = np.ascontiguousarray(reader.get_tensor(request["read"]))
-                answer({"size": values.nbytes}, values.tobytes() if values.ndim == 0 else values.view(np.uint8).data)
+                answer({"size": values.nbytes}, values.view(np.uint8).data)
         # TensorFlow reports damage as errors of many kinds, IndexError and UnicodeDecodeError among them
         except Exception as error:
             answer({"error": f"{type(error).__name__}: {error}"})

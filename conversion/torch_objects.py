@@ -1,12 +1,12 @@
 """What the pickles inside PyTorch files may name, and what becomes of it: tensors, plain containers, stored objects.
 
-The lists below are all that the Transformer-XL codes and transformers' old tokenizer wrote. A pickle is read twice: `survey`
-goes through it, refuses it if it names anything else, and learns which storages it needs; only then does `build` make
-tensors. No name is ever imported: the functions of torch and Python that rebuild an object have stand-ins here, and an
-object of a listed class becomes a `StoredObject`, so the code that wrote the file need not be there.
+The lists below are all that the Transformer-XL codes and transformers' old tokenizer wrote. A pickle is read twice:
+`survey` goes through it, refuses it if it names anything else, and learns which storages it needs; only then does
+`build` make tensors. No name is ever imported: the functions of torch and Python that rebuild an object have stand-ins
+here, and an object of a listed class becomes a `StoredObject`, so the code that wrote the file need not be there.
 
-Apart from `restricted_pickle.py`, which knows no tensors, and from `read_pytorch.py`, which knows how pickles and storages
-lie in a file. The stand-ins follow `torch/_utils.py`.
+Apart from `restricted_pickle.py`, which knows no tensors, and from `read_pytorch.py`, which knows how pickles and
+storages lie in a file. The stand-ins follow `torch/_utils.py`.
 """
 
 from __future__ import annotations
@@ -45,16 +45,13 @@ ELEMENT_TYPES = {
     "ComplexDouble": torch.complex128,
 }
 STORAGE_TYPES = {
-    **{
-        f"{module}.{name}Storage": dtype for module in ("torch", "torch.cuda") for name, dtype in ELEMENT_TYPES.items()
-    },
-    "torch.storage.UntypedStorage": torch.uint8,
+    f"{module}.{name}Storage": dtype for module in ("torch", "torch.cuda") for name, dtype in ELEMENT_TYPES.items()
 }
 # torch names a type as an attribute of itself
 DTYPES = {str(dtype): dtype for dtype in ELEMENT_TYPES.values()}
 
-# Classes of the original code, of NVIDIA's and of the wrappers that both used, by the file that defines them. People ran
-# these codes from other folders, so any package may stand before the file's name, or `__main__` instead of it.
+# Classes of the original code, of NVIDIA's and of the wrappers that both used, by the file that defines them. People
+# ran these codes from other folders, so any package may stand before the file's name, or `__main__` instead of it.
 PROJECT_CLASSES = {
     name: file
     for file, names in {
@@ -91,6 +88,12 @@ LIBRARY_NAMES = {
         "torch.nn.backends.thnn": "_get_thnn_function_backend",
         "apex.normalization.fused_layer_norm": "FusedLayerNorm",
         "argparse": "Namespace",
+        "numpy": "ndarray dtype",
+        # arrays of ids beside the vocabulary of a TensorFlow corpus, before and since NumPy 2
+        "numpy.core.multiarray": "_reconstruct scalar",
+        "numpy._core.multiarray": "_reconstruct scalar",
+        "numpy.core.numeric": "_frombuffer",
+        "numpy._core.numeric": "_frombuffer",
         "pathlib": "PosixPath PurePosixPath WindowsPath PureWindowsPath",
         "re": "_compile",
         "sacremoses.normalize": "MosesPunctNormalizer",
@@ -192,41 +195,23 @@ def make_tensor(
     """
     if not isinstance(storage, Storage):
         raise ValueError(f"makes a tensor over {type(storage).__name__}")
-    if metadata:
+    if type(metadata) not in (type(None), dict) or metadata:
         raise ValueError("has a tensor whose values are stored conjugated or negated")
     if type(sizes) is not tuple or type(strides) is not tuple or len(sizes) != len(strides):
         raise ValueError("has a tensor without sizes and strides")
-    described = (
-        f"has a tensor of sizes {printable(sizes)}, strides {printable(strides)} and offset {printable(offset)}"
-    )
     if len(sizes) > MAX_DIMENSIONS:
-        raise ValueError(f"{described}: more than {MAX_DIMENSIONS} dimensions")
+        raise ValueError(f"has a tensor of {len(sizes)} dimensions; {MAX_DIMENSIONS} are the most")
     if not all(type(number) is int and 0 <= number < MAX_STRIDE for number in (offset, *sizes, *strides)):
-        raise ValueError(f"{described}: they must be whole numbers from 0 to {MAX_STRIDE}")
+        raise ValueError(f"has a tensor whose sizes, strides or offset are no whole numbers from 0 to {MAX_STRIDE}")
     end = offset if 0 in sizes else offset + 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
     available = storage.values.numel()
     # the number of elements is bounded too, since strides of 0 would make any number out of one
     if end > available or prod(sizes) > available or prod(max(size, 1) for size in sizes) >= MAX_ELEMENTS:
-        raise ValueError(f"{described}, over a storage of {available} elements")
+        raise ValueError(
+            f"has a tensor of sizes {sizes}, strides {strides} and offset {offset} "
+            f"over a storage of {available} elements"
+        )
     return storage.values.as_strided(sizes, strides, storage.values.storage_offset() + offset)
-
-
-def make_typed_tensor(
-    storage: Any,
-    offset: Any,
-    sizes: Any,
-    strides: Any,
-    requires_grad: Any,
-    hooks: Any,
-    dtype: Any,
-    metadata: Any = None,
-) -> Tensor:
-    """`torch._utils._rebuild_tensor_v3`: the storage holds bytes, and the type of the elements is given apart."""
-    if not isinstance(storage, Storage) or not isinstance(dtype, torch.dtype):
-        raise ValueError(f"makes a tensor of {type(dtype).__name__} over {type(storage).__name__}")
-    if storage.values.dtype != torch.uint8 or storage.values.numel() % dtype.itemsize:
-        raise ValueError(f"has {storage.values.numel()} elements of {storage.values.dtype} for a tensor of {dtype}")
-    return make_tensor(Storage(storage.values.view(dtype)), offset, sizes, strides, metadata=metadata)
 
 
 def make_parameter(tensor: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> Tensor:
@@ -239,7 +224,6 @@ def make_parameter(tensor: Any, requires_grad: Any = True, hooks: Any = None, st
 TENSORS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": make_tensor,
     "torch._utils._rebuild_tensor_v2": make_tensor,
-    "torch._utils._rebuild_tensor_v3": make_typed_tensor,
     "torch._utils._rebuild_parameter": make_parameter,
     "torch._utils._rebuild_parameter_with_state": make_parameter,
     "torch.nn.parameter.Parameter": make_parameter,
@@ -305,9 +289,7 @@ def parse_storage(identifier: Any) -> tuple[str, StorageRecord, slice]:
             raise ValueError("refers to a part of a storage in an unknown way")
         _, offset, count = part[0]
     if not all(type(number) is int and number >= 0 for number in (numel, offset, count)) or offset + count > numel:
-        raise ValueError(
-            f"refers to a storage of {printable(numel)} elements, {printable(count)} from {printable(offset)}"
-        )
+        raise ValueError("refers to a storage or a part of one with wrong numbers of elements")
     return key, StorageRecord(STORAGE_TYPES[kind.class_path], numel), slice(offset, offset + count)
 
 

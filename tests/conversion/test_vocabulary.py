@@ -2,9 +2,12 @@
 
 import json
 import pickle
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -249,3 +252,29 @@ def test_a_pickle_that_acts_is_refused_and_does_nothing(name: str, tmp_path: Pat
     with pytest.raises(ValueError, match=name):
         read_vocabulary(tmp_path)
     assert not trace.exists()
+
+
+@pytest.mark.parametrize("module", ["numpy._core", "numpy.core"])
+@pytest.mark.parametrize("protocol", range(4))
+def test_a_corpus_with_arrays_of_numpy_is_read(
+    protocol: int, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the TensorFlow code keeps beside the vocabulary in its `cache.pkl`; NumPy 2 moved its own modules."""
+    classes = {}
+    for file, name in (("data_utils", "Corpus"), ("vocabulary", "Vocab")):
+        classes[name] = type(name, (), {"__module__": file})
+        code = types.ModuleType(file)
+        setattr(code, name, classes[name])
+        monkeypatch.setitem(sys.modules, file, code)
+    corpus, vocabulary = classes["Corpus"](), classes["Vocab"]()
+    symbols = ["<eos>", "b", "a", "<unk>"]
+    attributes = {"special": ["<eos>"], "lower_case": False, "idx2sym": symbols, "delimiter": None, "vocab_file": None}
+    vars(vocabulary).update(attributes, sym2idx={symbol: index for index, symbol in enumerate(symbols)})
+    vars(corpus).update(
+        dataset="wt103", vocab=vocabulary, train=np.arange(5), valid=np.array([], np.int64), test=[np.int64(3)]
+    )
+    content = pickle.dumps(corpus, protocol).replace(b"numpy._core", module.encode())
+    (tmp_path / "cache.pkl").write_bytes(content)
+    for name in ("data_utils", "vocabulary"):
+        monkeypatch.delitem(sys.modules, name)
+    assert read_vocabulary(tmp_path / "cache.pkl").symbols == symbols
