@@ -1,9 +1,11 @@
 """The `hf-txl` command."""
 
+import json
 import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -101,6 +103,60 @@ def convert(
             command=command,
         )
         typer.echo(result)
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="Folder or Hub id of a model with its tokenizer.")],
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "",
+    context_file: Annotated[
+        Path | None, typer.Option(help="A text of any length to read first.", exists=True, dir_okay=False)
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 100,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many of the likeliest tokens; 0: all.")] = 40,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this probability together.")
+    ] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.95,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text after which to stop; may be repeated.")] = None,
+    no_unknown: Annotated[bool, typer.Option("--no-unknown", help="Never write the token of unknown words.")] = False,
+    mem_len: Annotated[
+        int | None, typer.Option(min=0, help="Positions to remember.", show_default="the model's")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
+) -> None:
+    """Write on from a prompt, after reading a context of any length once. Text is streamed to the terminal."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    from .text_generation import generate_text
+
+    logging.disable_progress_bar()
+    with _errors_as_messages():
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        lengths = {} if mem_len is None else {"mem_len": mem_len}
+        loaded = AutoModelForCausalLM.from_pretrained(model, **lengths)
+        if not json_:
+            typer.echo(prompt, nl=False)
+        result = generate_text(
+            loaded,
+            tokenizer,
+            prompt,
+            context_file=context_file,
+            max_new_tokens=max_new_tokens,
+            top_k=top_k,
+            top_p=top_p,
+            temperature=temperature,
+            seed=seed,
+            stop_strings=stop,
+            suppress_unknown=no_unknown,
+            write=None if json_ else lambda piece: typer.echo(piece, nl=False),
+        )
+    if json_:
+        typer.echo(json.dumps({**asdict(result), "tokens_per_second": result.tokens_per_second}, ensure_ascii=False))
+    else:
+        typer.echo()
 
 
 @app.command("build-tokenizer")

@@ -43,6 +43,7 @@ LIBRARY = {
     "data": {"tokenization_transfo_xl"},
     "training": {"data", "modeling_transfo_xl"},
     "scoring": {"modeling_transfo_xl", "cache_transfo_xl", "tokenization_transfo_xl", "data"},
+    "text_generation": {"modeling_transfo_xl", "cache_transfo_xl", "tokenization_transfo_xl"},
     "publishing": set(FLAT),
     "demo": {*FLAT, "data", "scoring", "staging", "training"},
 }

@@ -95,7 +95,8 @@ def test_constraints_are_exact_public_versions() -> None:
     """No address, no path, no local build: the file must mean the same on every machine."""
     lines = constraint_lines()
     assert lines
-    assert [line for line in lines if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*==\d+(?:\.\d+)*(?:\.post\d+)?", line)] == []
+    version = r"[A-Za-z0-9][A-Za-z0-9._-]*==\d+(?:\.\d+)*(?:\.post\d+)?"
+    assert [line for line in lines if not re.fullmatch(version, line)] == []
 
 
 def test_every_direct_requirement_has_a_tested_version() -> None:
