@@ -252,7 +252,13 @@ class SegmentAttention(nn.Module):
                 queries = slice(start, start + block.query_length)
                 here = slice(row, row + 1)
                 output[here, queries], _ = self._attend(
-                    query[here, :, queries], key[here, :, keys], value[here, :, keys], block, relative_keys, biases, False
+                    query[here, :, queries],
+                    key[here, :, keys],
+                    value[here, :, keys],
+                    block,
+                    relative_keys,
+                    biases,
+                    False,
                 )
         return output
 

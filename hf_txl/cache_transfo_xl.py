@@ -317,7 +317,7 @@ class TransfoXLMemory(Cache):
         if order is None and stored is not None and torch.compiler.is_compiling():
             # a program for segments of any length must not compare that length with the memory's
             full = torch.cat([stored, new], dim=-2) if full is None else full
-            return full.narrow(-2, full.shape[-2] - kept, kept).clone()
+            return full.narrow(-2, full.shape[-2] - kept, kept).clone(memory_format=torch.contiguous_format)
         if order is None:
             from_new = min(kept, new_length)
             newest = new.narrow(-2, new_length - from_new, from_new)
@@ -335,6 +335,9 @@ class TransfoXLMemory(Cache):
 
     def _kept_length(self, stored_length: int, new_length: int) -> int:
         """Positions stored after a segment; a memory that is full stays full."""
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            # a program for a memory of any length must not ask whether it is full
+            return torch.sym_min(self.mem_len, stored_length + new_length)
         return self.mem_len if stored_length >= self.mem_len else min(self.mem_len, stored_length + new_length)
 
     def commit(self, batch_size: int, query_length: int) -> None:

@@ -93,7 +93,6 @@ class AttentionLayout:
         age = position[:, -1:] - position
         return cls(query_length, num_keys, start_slots, window, None, start_mask, distances, visible, age)
 
-
     def part(self, row: int, start: int, end: int) -> tuple["AttentionLayout", slice]:
         """Layout of some queries of one row, and the keys that it covers: those that one of these queries may see.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, StaticCache, pipeline
+from transformers import DynamicCache, GenerationConfig, StaticCache, pipeline, set_seed
 from transformers.utils import logging
 
 from hf_txl import TransfoXLForCausalLM, TransfoXLMemory, TransfoXLModel
@@ -872,3 +872,78 @@ def test_a_streamer_receives_every_token_in_order() -> None:
         random_ids(1, 3), cache=TransfoXLMemory(model.config), streamer=collector, max_new_tokens=5, **PLAIN
     )
     assert collector.tokens == [*itertools.chain(output[0].tolist()), -1]
+
+
+# ---- clusters that cannot matter -------------------------------------------------------------------------------
+
+
+CLUSTERS = {"vocab_size": 400, "cutoffs": [60, 120]}
+
+
+class BucketReads:
+    """Counts how often each bucket of the softmax is read."""
+
+    def __init__(self, model: Any) -> None:
+        self.buckets: list[int] = []
+        read = model.crit._logits
+
+        def count(bucket: int, hidden_states: torch.Tensor) -> torch.Tensor:
+            self.buckets.append(bucket)
+            return read(bucket, hidden_states)
+
+        model.crit._logits = count
+
+    def counts(self) -> list[int]:
+        counts = [self.buckets.count(bucket) for bucket in range(3)]
+        self.buckets.clear()
+        return counts
+
+
+@pytest.mark.parametrize("with_memory", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "top_k": 3, "temperature": 0.8, "top_p": 0.9},
+        {"do_sample": True, "top_k": 50, "temperature": 1.3, "num_return_sequences": 2},
+    ],
+)
+def test_clusters_that_cannot_be_chosen_are_not_read_and_the_tokens_are_the_same(
+    options: dict[str, Any], with_memory: bool
+) -> None:
+    unread = 0
+    for seed in range(4):
+        model = tiny_model(seed=seed, **CLUSTERS)
+        reads = BucketReads(model)
+        ids = random_ids(2, 5)
+        outputs = []
+        # asked for scores, every bucket is read
+        for scores in ({}, {"return_dict_in_generate": True, "output_scores": True}):
+            cache = {"cache": TransfoXLMemory(model.config)} if with_memory else {}
+            set_seed(seed)
+            outputs.append(model.generate(ids, max_new_tokens=20, eos_token_id=None, **options, **cache, **scores))
+            outputs[-1] = outputs[-1].sequences if scores else outputs[-1]
+            counts = reads.counts()
+            if scores:
+                assert counts == [20, 20, 20]
+            else:
+                unread += 40 - counts[1] - counts[2]
+        assert torch.equal(*outputs)
+    assert unread > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False, "repetition_penalty": 1.5},
+        {"do_sample": False, "num_beams": 2},
+        {"do_sample": True, "top_k": 0},
+        {"do_sample": True, "top_k": 61},
+        {"do_sample": False, "bad_words_ids": [[3]]},
+    ],
+)
+def test_clusters_are_read_where_any_token_may_be_chosen(options: dict[str, Any]) -> None:
+    model = tiny_model(**CLUSTERS)
+    reads = BucketReads(model)
+    model.generate(random_ids(2, 5), max_new_tokens=6, eos_token_id=None, **options)
+    assert reads.counts() == [6, 6, 6]
