@@ -251,15 +251,8 @@ class SegmentAttention(nn.Module):
                 block, keys = layout.part(row, start, min(start + QUERY_BLOCK, layout.query_length))
                 queries = slice(start, start + block.query_length)
                 here = slice(row, row + 1)
-                output[here, queries], _ = self._attend(
-                    query[here, :, queries],
-                    key[here, :, keys],
-                    value[here, :, keys],
-                    block,
-                    relative_keys,
-                    biases,
-                    False,
-                )
+                states = (query[here, :, queries], key[here, :, keys], value[here, :, keys])
+                output[here, queries], _ = self._attend(*states, block, relative_keys, biases, False)
         return output
 
     def _add_start_states(

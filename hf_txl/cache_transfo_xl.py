@@ -243,8 +243,9 @@ class TransfoXLMemory(Cache):
             else:
                 real = torch.cat([stored_mask, segment_mask], dim=1)
             order = torch.argsort(real.int(), dim=1, stable=True)
-        converted, staged, storages = ([{} for _ in self.layers] for _ in range(3))
-        self._segment = SegmentInProgress(real, order, converted, staged, storages)
+        self._segment = SegmentInProgress(
+            real, order, [{} for _ in self.layers], [{} for _ in self.layers], [{} for _ in self.layers]
+        )
         return storage
 
     def _check(self, inputs_embeds: torch.Tensor) -> None:

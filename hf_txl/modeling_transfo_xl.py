@@ -580,7 +580,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         num_candidates = count_candidates(logits_processor, generation_config)
         if num_candidates is not None and self.config.num_clusters:
             kwargs["num_candidates"] = num_candidates
-        return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs)
+        library: Any = super()
+        return library._sample(input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs)
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Not supported: paged attention knows no position scores."""

@@ -6,6 +6,7 @@ every attention kind, and what a call continues from, reads it.
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -232,13 +233,30 @@ def distance_mask(layout: AttentionLayout, like: torch.Tensor) -> torch.Tensor:
 
     Causal mask and window depend on the distance alone, so they are laid over the scores before these are aligned.
     """
-    key_length, query_length = layout.key_length, layout.query_length
-    distance = torch.arange(key_length - 1, -query_length - 1, -1, device=like.device)
+    make = make_distance_mask if torch.compiler.is_compiling() else kept_distance_mask
+    lengths = (layout.key_length, layout.query_length, layout.window)
+    return make(*lengths, like.dtype, like.device, torch.is_inference_mode_enabled())
+
+
+def make_distance_mask(
+    key_length: int,
+    query_length: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_inference: bool,
+) -> torch.Tensor:
+    """As `distance_mask`; autograd takes no tensor that was made in inference mode, so each mode has its own."""
+    distance = torch.arange(key_length - 1, -query_length - 1, -1, device=device)
     hidden = distance < 0
-    if layout.window is not None:
-        hidden = hidden | (distance >= layout.window)
-    mask = torch.zeros(key_length + query_length, dtype=like.dtype, device=like.device)
+    if window is not None:
+        hidden = hidden | (distance >= window)
+    mask = torch.zeros(key_length + query_length, dtype=dtype, device=device)
     return mask.masked_fill(hidden, float("-inf"))[None, None, :]
+
+
+# all layers of a call ask for the same one, and so do all tokens behind a full memory; nothing ever writes into it
+kept_distance_mask = functools.lru_cache(maxsize=64)(make_distance_mask)
 
 
 def gather_relative_scores(scores: torch.Tensor, layout: AttentionLayout) -> torch.Tensor:

@@ -38,7 +38,7 @@ class RollingStorage:
         self.tensor.narrow(-2, 0, self.written).copy_(stored)
 
     def append(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
-        """`stored` and behind it `new`, as a view of this storage, or `None` if it does not hold or cannot take them."""
+        """`stored` and behind it `new`, a view of this storage; `None` if it does not hold them or has no room."""
         tensor, length = self.tensor, new.shape[-2]
         if (
             stored.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
