@@ -182,10 +182,7 @@ class SegmentAttention(nn.Module):
             key, value = cache.update(key, value, self.layer_idx)
         key, value = self._add_start_states(key, value, layout, hidden_states)
 
-        if self._works_in_blocks(query, layout, output_attentions):
-            output, probabilities = self._attend_in_blocks(query, key, value, layout, relative_keys, biases), None
-        else:
-            output, probabilities = self._attend(query, key, value, layout, relative_keys, biases, output_attentions)
+        output, probabilities = self.attend(query, key, value, layout, relative_keys, biases, output_attentions)
         # (B, Q, H, D) -> (B, Q, H * D)
         output = self.drop(self.o_net(output.flatten(-2)))
         output = hidden_states + output
@@ -193,7 +190,22 @@ class SegmentAttention(nn.Module):
             output = self.layer_norm(output)
         return output, probabilities if output_attentions else None
 
-    def _attend(
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: AttentionLayout,
+        relative_keys: RelativeKeys,
+        biases: tuple[torch.Tensor, torch.Tensor] | None,
+        output_attentions: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the queries read, `(B, Q, H, D)`, and the probabilities where there are any, `(B, H, Q, K)`."""
+        if self._works_in_blocks(query, layout, output_attentions):
+            return self._attend_in_blocks(query, key, value, layout, relative_keys, biases), None
+        return self._attend_at_once(query, key, value, layout, relative_keys, biases, output_attentions)
+
+    def _attend_at_once(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -203,7 +215,6 @@ class SegmentAttention(nn.Module):
         biases: tuple[torch.Tensor, torch.Tensor] | None,
         output_attentions: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the queries read, `(B, Q, H, D)`, and the probabilities where there are any, `(B, H, Q, K)`."""
         content_bias, position_query_bias = biases if biases is not None else (None, None)
         position_bias = self.position_bias(query, layout, relative_keys, position_query_bias)
         attend = self._backend(output_attentions or self.has_value_bias, position_bias)
@@ -221,7 +232,7 @@ class SegmentAttention(nn.Module):
         return output, probabilities
 
     def _works_in_blocks(self, query: torch.Tensor, layout: AttentionLayout, output_attentions: bool) -> bool:
-        """Whether the scores of all queries would leave the cache of a CPU; the blocks depend on nothing but lengths."""
+        """Whether the scores of all queries would leave the cache of a CPU."""
         return (
             not torch.compiler.is_compiling()
             and query.device.type == "cpu"
@@ -242,7 +253,7 @@ class SegmentAttention(nn.Module):
         relative_keys: RelativeKeys,
         biases: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
-        """As `_attend`, some queries of one row at a time, which see no keys but those up to their own."""
+        """As `_attend_at_once`, some queries of one row at a time, which see no keys but those up to their own."""
         # a layer's rows of the position table serve all blocks
         relative_keys = relative_keys.for_one_layer()
         output = query.new_empty(query.shape[0], layout.query_length, *query.shape[1::2])
@@ -252,7 +263,7 @@ class SegmentAttention(nn.Module):
                 queries = slice(start, start + block.query_length)
                 here = slice(row, row + 1)
                 states = (query[here, :, queries], key[here, :, keys], value[here, :, keys])
-                output[here, queries], _ = self._attend(*states, block, relative_keys, biases, False)
+                output[here, queries], _ = self._attend_at_once(*states, block, relative_keys, biases, False)
         return output
 
     def _add_start_states(

@@ -233,7 +233,9 @@ def distance_mask(layout: AttentionLayout, like: torch.Tensor) -> torch.Tensor:
 
     Causal mask and window depend on the distance alone, so they are laid over the scores before these are aligned.
     """
-    make = make_distance_mask if torch.compiler.is_compiling() else kept_distance_mask
+    # a tensor of another class may belong to a mode that ends, such as one without data
+    is_plain = type(like) is torch.Tensor and not torch.compiler.is_compiling()
+    make = kept_distance_mask if is_plain else make_distance_mask
     lengths = (layout.key_length, layout.query_length, layout.window)
     return make(*lengths, like.dtype, like.device, torch.is_inference_mode_enabled())
 
