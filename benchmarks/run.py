@@ -11,7 +11,7 @@ measured in turn and what disturbs one disturbs all. Read the ratios: they are m
 - long texts: a step behind 100 to 20,000 tokens, and 20,000 tokens written one by one.
 
 Run with `python benchmarks/run.py --legacy-python .venv-legacy/bin/python` after `benchmarks/peers.sh`: 10 to 15
-minutes on two cores; it writes `speed.json` and `speed.png` to `docs/results`. `--device cuda` compares eager, sdpa
+minutes on two cores; it writes `speed.json`, `.md` and `.png` to `docs/results`. `--device cuda` compares eager, sdpa
 and flex on a GPU and writes `speed-cuda.json`. `--quick` is a trial of two minutes with the small model.
 """
 
@@ -212,6 +212,35 @@ def measure_attention(device: str, rounds: int) -> list[dict[str, Any]]:
     return report
 
 
+def table(report: dict[str, Any]) -> str:
+    """The results as Markdown, for the README."""
+    machine, versions = report["machine"], report["versions"]
+    names = list(next(iter(report["models"].values()))["evaluation"]["tokens_per_second"])
+    rows = [["tokens per second", *names, *(f"ours / {name}" for name in names[1:]), "share of bandwidth bound"]]
+    for shape, model in report["models"].items():
+        for what, case in model.items():
+            if "times_as_fast_as" not in case:
+                continue
+            rows.append([f"{shape}, {what}"])
+            rows[-1] += [f"{case['tokens_per_second'][name]:.3g}" for name in names]
+            rows[-1] += [f"{case['times_as_fast_as'][name]:.3g}x" for name in names[1:]]
+            rows[-1].append(f"{case['share_of_bandwidth_bound']:.0%}" if "share_of_bandwidth_bound" in case else "")
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines.insert(1, "|" + "---|" * len(rows[0]))
+    load = report["load_average"]
+    return "\n".join(
+        [
+            f"float32, random weights, {report['settings']['threads']} thread(s) of {machine['processor']} with "
+            f"{machine['cores']} cores, load average {load['start'][0]:.1f} to {load['end'][0]:.1f}; torch "
+            f"{versions['torch']}, transformers {versions['transformers']}; legacy: transformers 4.57.6; "
+            f"{report['date']}.",
+            "",
+            *lines,
+            "",
+        ]
+    )
+
+
 def draw(report: dict[str, Any], path: Path) -> None:
     """Decoding speed by model and batch, and the time of a step as the text grows."""
     import matplotlib
@@ -301,7 +330,9 @@ def main() -> None:
     name = "speed" if arguments.device == "cpu" else f"speed-{arguments.device}"
     arguments.output.mkdir(parents=True, exist_ok=True)
     path = write_results(str(arguments.output / name), report)
-    draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png"))
+    report = json.loads(path.read_text(encoding="utf-8"))
+    draw(report, path.with_suffix(".png"))
+    path.with_suffix(".md").write_text(table(report), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -947,3 +947,25 @@ def test_clusters_are_read_where_any_token_may_be_chosen(options: dict[str, Any]
     reads = BucketReads(model)
     model.generate(random_ids(2, 5), max_new_tokens=6, eos_token_id=None, **options)
     assert reads.counts() == [6, 6, 6]
+
+
+# ---- long texts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_memory", [False, True])
+@pytest.mark.parametrize(("num_tokens", "mem_len"), [(600, 64), pytest.param(20000, 1600, marks=pytest.mark.slow)])
+def test_a_long_text_takes_no_more_memory_than_a_short_one(num_tokens: int, mem_len: int, with_memory: bool) -> None:
+    """C74: what is kept has the length of the memory, and so, but for some free slots, has what it lies in."""
+    model = tiny_model(mem_len=mem_len, cutoffs=[], div_val=1)
+    cache = TransfoXLMemory(model.config) if with_memory else DynamicCache(config=model.config)
+    output = model.generate(random_ids(1, 3), cache=cache, max_new_tokens=num_tokens, **PLAIN)
+    assert output.shape[1] == num_tokens + 3
+    for layer in cache.layers:
+        for tensor in (layer.keys, layer.values):
+            assert tensor.shape[2] == mem_len
+            slots = tensor.untyped_storage().nbytes() // (tensor.itemsize * tensor.shape[1] * tensor.shape[3])
+            assert slots <= mem_len + max(mem_len // 4, 16) + 1
+    # the same as reading the end of the text by itself, as far back as two layers see
+    text = output[:, -2 * mem_len - 2 :]
+    expected = model.generate(text[:, :-1], max_new_tokens=1, **PLAIN)
+    assert expected.tolist() == text.tolist()
