@@ -291,6 +291,7 @@ def main() -> None:
     parser.add_argument("--legacy-python", type=Path, help="interpreter of the environment that peers.sh built")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--shapes", nargs="+", default=["wt103-base", "wt103-large"], choices=list(SHAPES))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="rows decoded at once")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a trial with the small model")
@@ -303,14 +304,7 @@ def main() -> None:
     if arguments.quick:
         shapes, rounds, positions, num_tokens = ["small"], 2, POSITIONS[:3], 3000
 
-    attention = measure_attention(arguments.device, rounds=7 if arguments.quick else 15)
-    peers = Peers(arguments.legacy_python, arguments.device, arguments.threads)
-    try:
-        models = {shape: measure_shape(peers, shape, [1, 8], rounds, steps) for shape in tqdm(shapes, desc="models")}
-        long_texts = measure_long(peers, positions, num_tokens)
-    finally:
-        peers.close()
-    report = {
+    report: dict[str, Any] = {
         "settings": {
             "device": arguments.device,
             "threads": arguments.threads,
@@ -321,15 +315,29 @@ def main() -> None:
             "shapes": {shape: SHAPES[shape] for shape in shapes},
             "legacy": "transformers 4.57.6" if arguments.legacy_python else None,
         },
-        "load_average": {"start": load, "end": os.getloadavg(), "note": "above `cores` others waited, too"},
-        "seconds_of_the_whole_run": round(time.perf_counter() - started, 1),
-        "attention_alone": attention,
-        "models": models,
-        "long_texts": long_texts,
+        "attention_alone": measure_attention(arguments.device, rounds=7 if arguments.quick else 15),
+        "models": {},
     }
-    name = "speed" if arguments.device == "cpu" else f"speed-{arguments.device}"
     arguments.output.mkdir(parents=True, exist_ok=True)
-    path = write_results(str(arguments.output / name), report)
+    name = "speed" if arguments.device == "cpu" else f"speed-{arguments.device}"
+
+    def save() -> Path:
+        """What is finished is written at once, so that a run that is stopped leaves it."""
+        load_average = {"start": load, "end": os.getloadavg(), "note": "above `cores` others waited, too"}
+        seconds = round(time.perf_counter() - started, 1)
+        return write_results(
+            str(arguments.output / name), {**report, "load_average": load_average, "seconds_of_the_whole_run": seconds}
+        )
+
+    peers = Peers(arguments.legacy_python, arguments.device, arguments.threads)
+    try:
+        for shape in tqdm(shapes, desc="models"):
+            report["models"][shape] = measure_shape(peers, shape, arguments.batches, rounds, steps)
+            save()
+        report["long_texts"] = measure_long(peers, positions, num_tokens)
+    finally:
+        peers.close()
+    path = save()
     report = json.loads(path.read_text(encoding="utf-8"))
     draw(report, path.with_suffix(".png"))
     path.with_suffix(".md").write_text(table(report), encoding="utf-8")
