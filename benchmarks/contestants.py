@@ -312,10 +312,13 @@ class Gpt2(Model):
 
         return DynamicCache(config=self.model.config)
 
+    def cache(self) -> dict[str, Any]:
+        return {"cache" if "cache" in CACHE_NAMES else "past_key_values": self.state}
+
     def read(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> Any:
         if targets is None:
-            return self.model.transformer(ids, past_key_values=self.state)
-        logits = self.model(ids, past_key_values=self.state).logits
+            return self.model.transformer(ids, **self.cache())
+        logits = self.model(ids, **self.cache()).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         # back to where it was, so that the next segment has as much behind it
         self.state.crop(-ids.shape[1])
@@ -326,7 +329,7 @@ class Gpt2(Model):
         past = self.state.get_seq_length()
         text = torch.cat([ids.new_ones(ids.shape[0], past), ids], dim=1)
         plain = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        cache = {"cache" if "cache" in CACHE_NAMES else "past_key_values": self.state}
+        cache = self.cache()
         self.model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=num_tokens, **plain, **cache)
         if past:
             self.state.crop(past - self.state.get_seq_length())
