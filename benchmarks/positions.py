@@ -20,7 +20,6 @@ import argparse
 import gc
 import json
 import os
-import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import measure, write_results
+from harness import measure, peak_memory, write_results
 from tqdm.auto import tqdm
 
 from hf_txl import TransfoXLConfig
@@ -139,17 +138,6 @@ def run_alone(name: str, mode: str, length: int) -> dict[str, float]:
     work()
     cpu_seconds, wall_seconds = time.process_time() - started_cpu, time.perf_counter() - started
     return {"cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds, "peak_bytes": peak_memory() - before}
-
-
-def peak_memory(restart: bool = False) -> int:
-    """Largest resident memory of this process in bytes, since its start or since the last `restart` (Linux)."""
-    if restart and os.path.exists("/proc/self/clear_refs"):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    # `ru_maxrss` outlives fork and exec, so that a child starts with its parent's; the status file does not
-    if os.path.exists("/proc/self/status"):
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def contestants_of(mode: str) -> list[str]:

@@ -19,6 +19,10 @@ from .configuration_transfo_xl import TransfoXLConfig
 # logits of one bucket that are held at once while scoring: 2**25 float32 numbers are 128 MiB
 MAX_LOGITS = 2**25
 
+# a cluster is left out only where its probability is below that of a candidate by this factor (nats): more than
+# rounding, here and in what is done to the scores later, can make up for
+CANDIDATE_MARGIN = 1e-3
+
 # T tokens   V vocabulary   S size of a bucket   E width of a bucket's embeddings
 
 
@@ -131,34 +135,48 @@ class AdaptiveLogSoftmax(nn.Module):
             logits = torch.cat([logits, F.linear(hidden_states, self.cluster_weight, self.cluster_bias)], dim=-1)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_states: torch.Tensor, num_candidates: int | None = None) -> torch.Tensor:
         """What a language model returns as logits: plain logits without clusters, log-probabilities with them.
 
         `softmax` of it is the distribution either way.
 
         Args:
             hidden_states (`torch.Tensor` of shape `(…, d_model)`): Output of the last layer.
+            num_candidates (`int`, *optional*): As for `log_prob`.
 
         Returns:
             `torch.Tensor` of shape `(…, vocab_size)`, float32.
         """
-        return self.log_prob(hidden_states) if self.num_clusters else self._logits(0, hidden_states)
+        return self.log_prob(hidden_states, num_candidates) if self.num_clusters else self._logits(0, hidden_states)
 
-    def log_prob(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def log_prob(self, hidden_states: torch.Tensor, num_candidates: int | None = None) -> torch.Tensor:
         """Log-probability of every token.
 
         Args:
             hidden_states (`torch.Tensor` of shape `(…, d_model)`): Output of the last layer.
+            num_candidates (`int`, *optional*):
+                How many of the likeliest tokens of each position matter. A cluster that can hold none of them, going
+                by its probability as a whole, is then not read and its tokens get `-inf`. Not while compiling, where
+                shapes must not depend on data.
 
         Returns:
             `torch.Tensor` of shape `(…, vocab_size)`, float32, natural logarithms.
         """
         head = F.log_softmax(self._logits(0, hidden_states), dim=-1)
-        parts = [head[..., : self.shortlist_size]]
-        for cluster in range(1, self.num_clusters + 1):
-            column = self.shortlist_size + cluster - 1
-            tail = F.log_softmax(self._logits(cluster, hidden_states), dim=-1)
-            parts.append(tail + head[..., column : column + 1])
+        shortlist, columns = head[..., : self.shortlist_size], head[..., self.shortlist_size :]
+        matters = [True] * self.num_clusters
+        if num_candidates is not None and num_candidates <= self.shortlist_size and not torch.compiler.is_compiling():
+            # no token of a cluster is likelier than the cluster
+            least = shortlist.topk(num_candidates, sorted=False).values.amin(dim=-1, keepdim=True)
+            matters = (~(columns < least - CANDIDATE_MARGIN)).flatten(0, -2).any(dim=0).tolist()
+        parts = [shortlist]
+        for cluster, is_read in enumerate(matters, start=1):
+            if is_read:
+                tail = F.log_softmax(self._logits(cluster, hidden_states), dim=-1)
+                parts.append(tail + columns[..., cluster - 1 : cluster])
+            else:
+                size = self.bucket_ends[cluster] - self.bucket_ends[cluster - 1]
+                parts.append(head.new_full((*head.shape[:-1], size), float("-inf")))
         return torch.cat(parts, dim=-1) if len(parts) > 1 else head
 
     def forward(self, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

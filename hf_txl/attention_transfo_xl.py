@@ -73,6 +73,9 @@ def sdpa_attention(
 
 BACKENDS: dict[str, Callable] = {"eager": eager_attention, "sdpa": sdpa_attention}
 
+# queries of one row of the batch that a CPU works through at once, so that their scores stay in its cache
+QUERY_BLOCK = 128
+
 
 class SegmentAttention(nn.Module):
     """What all attention kinds share: projections, memory, start slots, backend, residual and normalisation.
@@ -179,6 +182,39 @@ class SegmentAttention(nn.Module):
             key, value = cache.update(key, value, self.layer_idx)
         key, value = self._add_start_states(key, value, layout, hidden_states)
 
+        output, probabilities = self.attend(query, key, value, layout, relative_keys, biases, output_attentions)
+        # (B, Q, H, D) -> (B, Q, H * D)
+        output = self.drop(self.o_net(output.flatten(-2)))
+        output = hidden_states + output
+        if not self.config.pre_lnorm:
+            output = self.layer_norm(output)
+        return output, probabilities if output_attentions else None
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: AttentionLayout,
+        relative_keys: RelativeKeys,
+        biases: tuple[torch.Tensor, torch.Tensor] | None,
+        output_attentions: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the queries read, `(B, Q, H, D)`, and the probabilities where there are any, `(B, H, Q, K)`."""
+        if self._works_in_blocks(query, layout, output_attentions):
+            return self._attend_in_blocks(query, key, value, layout, relative_keys, biases), None
+        return self._attend_at_once(query, key, value, layout, relative_keys, biases, output_attentions)
+
+    def _attend_at_once(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: AttentionLayout,
+        relative_keys: RelativeKeys,
+        biases: tuple[torch.Tensor, torch.Tensor] | None,
+        output_attentions: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         content_bias, position_query_bias = biases if biases is not None else (None, None)
         position_bias = self.position_bias(query, layout, relative_keys, position_query_bias)
         attend = self._backend(output_attentions or self.has_value_bias, position_bias)
@@ -193,12 +229,42 @@ class SegmentAttention(nn.Module):
         )
         if self.has_value_bias:
             output = output + self.value_bias(probabilities, layout, relative_keys)
-        # (B, Q, H, D) -> (B, Q, H * D)
-        output = self.drop(self.o_net(output.flatten(-2)))
-        output = hidden_states + output
-        if not self.config.pre_lnorm:
-            output = self.layer_norm(output)
-        return output, probabilities if output_attentions else None
+        return output, probabilities
+
+    def _works_in_blocks(self, query: torch.Tensor, layout: AttentionLayout, output_attentions: bool) -> bool:
+        """Whether the scores of all queries would leave the cache of a CPU."""
+        return (
+            not torch.compiler.is_compiling()
+            and query.device.type == "cpu"
+            and layout.query_length > 1
+            and (query.shape[0] > 1 or layout.query_length > QUERY_BLOCK)
+            and layout.distances is None
+            and not (output_attentions or self.has_value_bias or self.training)
+            and not (torch.is_grad_enabled() and query.requires_grad)
+            and self.config._attn_implementation in BACKENDS
+        )
+
+    def _attend_in_blocks(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: AttentionLayout,
+        relative_keys: RelativeKeys,
+        biases: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """As `_attend_at_once`, some queries of one row at a time, which see no keys but those up to their own."""
+        # a layer's rows of the position table serve all blocks
+        relative_keys = relative_keys.for_one_layer()
+        output = query.new_empty(query.shape[0], layout.query_length, *query.shape[1::2])
+        for row in range(query.shape[0]):
+            for start in range(0, layout.query_length, QUERY_BLOCK):
+                block, keys = layout.part(row, start, min(start + QUERY_BLOCK, layout.query_length))
+                queries = slice(start, start + block.query_length)
+                here = slice(row, row + 1)
+                states = (query[here, :, queries], key[here, :, keys], value[here, :, keys])
+                output[here, queries], _ = self._attend_at_once(*states, block, relative_keys, biases, False)
+        return output
 
     def _add_start_states(
         self, key: torch.Tensor, value: torch.Tensor, layout: AttentionLayout, hidden_states: torch.Tensor

@@ -2,8 +2,8 @@
 
 Follows section 3.2 of [Dai et al., 2019](https://arxiv.org/abs/1901.02860) and `_update_mems` of the original PyTorch
 code. It stores layer *inputs*, through which training reaches the key and value projections, or the projected keys and
-values, which inference need not compute again; the results are the same numbers. Nothing is ever written in place, so
-copies may share tensors.
+values, which inference need not compute again; the results are the same numbers. What is stored is never changed in
+place, so copies may share tensors; new keys and values are written behind it (`RollingStorage`).
 """
 
 import copy
@@ -18,6 +18,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from .configuration_transfo_xl import MEMORY_INITS, TransfoXLConfig, segment_window
+from .rolling_transfo_xl import RollingStorage, append_rolling
 
 # B batch   S stored positions   Q positions of a segment   H heads   D head size
 STORAGES = ("auto", "hidden_states", "keys_values")
@@ -33,6 +34,8 @@ class TransfoXLMemoryLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.hidden_states: torch.Tensor | None = None
+        # where keys and values lie, if there is room behind them
+        self.storages: dict[str, RollingStorage | None] = {}
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -40,11 +43,14 @@ class TransfoXLMemoryLayer(CacheLayerMixin):
         named = {"hidden_states": self.hidden_states, "keys": self.keys, "values": self.values}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def replace(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Store these tensors and nothing else."""
+    def replace(
+        self, tensors: dict[str, torch.Tensor], storages: dict[str, RollingStorage | None] | None = None
+    ) -> None:
+        """Store these tensors, which lie in these storages, and nothing else."""
         self.hidden_states, self.keys, self.values = (
             tensors.get(name) for name in ("hidden_states", "keys", "values")
         )
+        self.storages = storages or {}
         self.is_initialized = bool(tensors)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -75,8 +81,9 @@ class SegmentInProgress:
     order: torch.Tensor | None
     # stored hidden states as keys and values, per layer, where they are converted
     converted: list[dict[str, torch.Tensor]]
-    # the memory after the segment, per layer
+    # the memory after the segment, per layer, and where it lies
     staged: list[dict[str, torch.Tensor]]
+    storages: list[dict[str, RollingStorage | None]]
 
 
 class TransfoXLMemory(Cache):
@@ -236,7 +243,9 @@ class TransfoXLMemory(Cache):
             else:
                 real = torch.cat([stored_mask, segment_mask], dim=1)
             order = torch.argsort(real.int(), dim=1, stable=True)
-        self._segment = SegmentInProgress(real, order, [{} for _ in self.layers], [{} for _ in self.layers])
+        self._segment = SegmentInProgress(
+            real, order, [{} for _ in self.layers], [{} for _ in self.layers], [{} for _ in self.layers]
+        )
         return storage
 
     def _check(self, inputs_embeds: torch.Tensor) -> None:
@@ -278,14 +287,22 @@ class TransfoXLMemory(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of memory and segment, `(B, H, S + Q, D)`; the newest are kept when the segment ends."""
-        before = self._in_progress.converted[layer_idx] or self.layers[layer_idx].tensors
+        segment, layer = self._in_progress, self.layers[layer_idx]
+        before = segment.converted[layer_idx] or layer.tensors
         full = {}
         for name, new in (("keys", key_states), ("values", value_states)):
             stored = before.get(name)
-            if stored is not None:
+            storage = None
+            if stored is None:
+                full[name] = new
+            else:
                 check_keys(stored, new)
-            full[name] = new if stored is None else torch.cat([stored, new], dim=2)
-            self._in_progress.staged[layer_idx][name] = self._keep(stored, new, full[name])
+                if segment.order is None and not torch.compiler.is_compiling():
+                    full[name], storage = append_rolling(stored, new, layer.storages.get(name))
+                else:
+                    full[name] = torch.cat([stored, new], dim=2)
+            segment.staged[layer_idx][name] = self._keep(stored, new, full[name])
+            segment.storages[layer_idx][name] = storage
         return full["keys"], full["values"]
 
     def write(self, layer_idx: int, hidden_states: torch.Tensor) -> None:
@@ -301,7 +318,7 @@ class TransfoXLMemory(Cache):
         if order is None and stored is not None and torch.compiler.is_compiling():
             # a program for segments of any length must not compare that length with the memory's
             full = torch.cat([stored, new], dim=-2) if full is None else full
-            return full.narrow(-2, full.shape[-2] - kept, kept).clone()
+            return full.narrow(-2, full.shape[-2] - kept, kept).clone(memory_format=torch.contiguous_format)
         if order is None:
             from_new = min(kept, new_length)
             newest = new.narrow(-2, new_length - from_new, from_new)
@@ -319,6 +336,9 @@ class TransfoXLMemory(Cache):
 
     def _kept_length(self, stored_length: int, new_length: int) -> int:
         """Positions stored after a segment; a memory that is full stays full."""
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            # a program for a memory of any length must not ask whether it is full
+            return torch.sym_min(self.mem_len, stored_length + new_length)
         return self.mem_len if stored_length >= self.mem_len else min(self.mem_len, stored_length + new_length)
 
     def commit(self, batch_size: int, query_length: int) -> None:
@@ -333,8 +353,9 @@ class TransfoXLMemory(Cache):
         if self.shortest >= kept:
             self.lengths = None
         if kept:
-            for layer, tensors in zip(self.layers, self._in_progress.staged, strict=True):
-                layer.replace(tensors)
+            segment = self._in_progress
+            for layer, tensors, storages in zip(self.layers, segment.staged, segment.storages, strict=True):
+                layer.replace(tensors, storages)
         self._batch_size = batch_size
         self._segment = None
 
@@ -378,6 +399,9 @@ class TransfoXLMemory(Cache):
             return selected
         tensor = next(iter(self.layers[0].tensors.values()), None)
         index = self._row_index(rows, torch.device("cpu") if tensor is None else tensor.device)
+        if torch.equal(index, torch.arange(selected.batch_size, device=index.device)):
+            # beams often stay where they are
+            return selected
         selected._map(lambda tensor: tensor.index_select(0, index))
         if selected.lengths is not None:
             selected.lengths = selected.lengths.index_select(0, index)
@@ -452,7 +476,7 @@ class TransfoXLMemory(Cache):
             layer.replace({name: function(tensor) for name, tensor in layer.tensors.items()})
 
     def __copy__(self) -> "TransfoXLMemory":
-        """A branch: it shares what is stored so far, which is never written in place, and nothing later."""
+        """A branch: it shares what is stored so far, which is never changed in place, and nothing later."""
         branch = type(self).__new__(type(self))
         branch.__dict__.update(self.__dict__)
         branch.layers = [copy.copy(layer) for layer in self.layers]
@@ -523,15 +547,20 @@ class TransfoXLMemory(Cache):
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors by name, and under `"settings"` and `"progress"` what else is needed to go on exactly."""
+        # contiguous: without the room behind them
+        tensors = {name: tensor.contiguous() for name, tensor in self._named_tensors().items()}
+        return {**tensors, "settings": self._settings(), "progress": self._progress()}
+
+    def _named_tensors(self) -> dict[str, torch.Tensor]:
         tensors = {
             f"layers.{index}.{name}": tensor
             for index, layer in enumerate(self.layers)
             for name, tensor in layer.tensors.items()
         }
-        if self.lengths is not None:
-            tensors["lengths"] = self.lengths
-        progress = {"_batch_size": self.batch_size, "shortest": self.shortest}
-        return {**tensors, "settings": self._settings(), "progress": progress}
+        return tensors if self.lengths is None else {**tensors, "lengths": self.lengths}
+
+    def _progress(self) -> dict[str, Any]:
+        return {"_batch_size": self.batch_size, "shortest": self.shortest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where another memory of the same settings was; refuses other settings, naming them."""
@@ -599,14 +628,13 @@ def check_keys(stored: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def _names_and_tensors(memory: TransfoXLMemory) -> tuple[list[str], list[torch.Tensor]]:
-    named = {name: value for name, value in memory.state_dict().items() if isinstance(value, torch.Tensor)}
+    named = memory._named_tensors()
     return list(named), list(named.values())
 
 
 def _flatten(memory: TransfoXLMemory) -> tuple[list[torch.Tensor], Any]:
     names, tensors = _names_and_tensors(memory)
-    state = memory.state_dict()
-    return tensors, (names, state["settings"], state["progress"])
+    return tensors, (names, memory._settings(), memory._progress())
 
 
 def _flatten_with_keys(memory: TransfoXLMemory) -> tuple[list[tuple[Any, torch.Tensor]], Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
@@ -445,6 +445,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         return_logits: bool | None = None,
+        num_candidates: int | None = None,
         **kwargs: Any,
     ) -> TransfoXLCausalLMOutput:
         """Score or predict the tokens of one segment.
@@ -458,10 +459,14 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             shift_labels (`torch.LongTensor` of the same shape, *optional*, a keyword):
                 Targets already shifted: position t is scored on `shift_labels[:, t]`, so that the last token of a
                 segment is scored on the first of the next. They win over `labels`.
-            logits_to_keep (`int` or `torch.Tensor`): Logits of the last positions only (0: all), or of these
-            positions. return_logits (`bool`, *optional*):
+            logits_to_keep (`int` or `torch.Tensor`):
+                Logits of the last positions only (0: all), or of these positions.
+            return_logits (`bool`, *optional*):
                 Whether to compute `logits`. Default: yes, except in train mode with labels. Without them, scoring
                 builds no (tokens x vocabulary) tensor.
+            num_candidates (`int`, *optional*):
+                Only this many of the likeliest tokens of each position matter: the logits of a cluster that can hold
+                none of them may be `-inf`. `generate` says so where it is true.
             num_items_in_batch (*optional*, a keyword): Divides the sum of the losses instead of the number of targets.
 
         Returns:
@@ -499,7 +504,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         logits = None
         if return_logits:
             positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.crit.logits(hidden_states[:, positions])
+            logits = self.crit.logits(hidden_states[:, positions], num_candidates)
         return TransfoXLCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -559,6 +564,25 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             kwargs["use_cache"] = False
         return super().generate(*args, **kwargs)
 
+    def _sample(
+        self,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """The library's greedy decoding and sampling, told how many tokens can be chosen from.
+
+        A cluster without any of them need not be read. Nothing but speed depends on this method being called.
+        """
+        num_candidates = count_candidates(logits_processor, generation_config)
+        if num_candidates is not None and self.config.num_clusters:
+            kwargs["num_candidates"] = num_candidates
+        library: Any = super()
+        return library._sample(input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs)
+
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Not supported: paged attention knows no position scores."""
         raise NotImplementedError("Continuous batching has no relative positions; use `generate` on a padded batch.")
@@ -593,6 +617,24 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             kwargs[CACHE_NAME] = memory = copy.copy(memory)
             memory.batch_repeat_interleave(expand_size)
         return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)  # type: ignore[misc]
+
+
+def count_candidates(logits_processor: Any, generation_config: Any) -> int | None:
+    """How many of the likeliest tokens a step of greedy decoding or sampling looks at; `None`: maybe all.
+
+    Greedy decoding looks at one and top-k sampling at k, as long as nothing before it changes the order of tokens.
+    """
+    if generation_config.return_dict_in_generate and (
+        generation_config.output_scores or generation_config.output_logits
+    ):
+        return None
+    for processor in logits_processor:
+        if type(processor) is TopKLogitsWarper and processor.filter_value == -float("inf"):
+            # what comes later sees `-inf` for all others
+            return processor.top_k
+        if type(processor) is not TemperatureLogitsWarper:
+            return None
+    return None if generation_config.do_sample else 1
 
 
 # the name in published `config.json` files; the same class, so that the library's pipelines inject no prompt

@@ -17,6 +17,7 @@ from transformers.utils import logging
 from .cache_transfo_xl import TransfoXLMemory, check_keys
 from .configuration_transfo_xl import TransfoXLConfig, segment_window
 from .positions_transfo_xl import AttentionLayout, RelativeKeys, sinusoid_embeddings
+from .rolling_transfo_xl import make_rolling
 
 logger = logging.get_logger(__name__)
 
@@ -202,6 +203,8 @@ class LibraryPast(Past):
     ):
         super().__init__(config, inputs_embeds, None, new_cache=cache)
         self._check()
+        if not torch.compiler.is_compiling():
+            make_rolling(cache)
         self.past_length = cache.get_seq_length()
         self.mask = self._real_tokens(attention_mask, self.past_length)
 
@@ -279,6 +282,8 @@ def open_past(
     remembers = config.sliding_window > 1 and not config.is_absolute
     if cache is None:
         new_cache = DynamicCache(config=config) if fills_new_cache and remembers else None
+        if new_cache is not None and not torch.compiler.is_compiling():
+            make_rolling(new_cache)
         return Past(config, inputs_embeds, attention_mask, new_cache)
     if not hasattr(cache, "get_mask_sizes"):
         raise TypeError(

@@ -5,6 +5,8 @@ integers until a table is read, and the sinusoid is float32 whatever the model i
 every attention kind, and what a call continues from, reads it.
 """
 
+import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -92,6 +94,22 @@ class AttentionLayout:
         age = position[:, -1:] - position
         return cls(query_length, num_keys, start_slots, window, None, start_mask, distances, visible, age)
 
+    def part(self, row: int, start: int, end: int) -> tuple["AttentionLayout", slice]:
+        """Layout of some queries of one row, and the keys that it covers: those that one of these queries may see.
+
+        Only without `distances`.
+
+        Args:
+            row (`int`): Row of the batch.
+            start, end (`int`): The queries.
+        """
+        assert self.distances is None
+        past_length = self.key_length - self.query_length
+        first = 0 if self.window is None else max(0, past_length + start - self.window + 1)
+        keys = slice(first, past_length + end)
+        key_mask = None if self.key_mask is None else self.key_mask[row : row + 1, keys]
+        return AttentionLayout(end - start, keys.stop - first, 0, self.window, key_mask), keys
+
 
 def sinusoid_embeddings(distances: torch.Tensor, d_model: int) -> torch.Tensor:
     """Sinusoids of distances, all sines first, then all cosines (section 3.3), always computed in float32.
@@ -170,8 +188,18 @@ class RelativeKeys:
         if rows is None:
             rows = make_rows(self)
             if self.keeps:
+                # distances side by side in memory: a query then meets all of them at the speed of reading
+                rows = rows.movedim(0, -1).contiguous().movedim(-1, 0)
                 self.rows[layer_idx] = rows
         return self.of_call(rows, layout)
+
+    def for_one_layer(self) -> "RelativeKeys":
+        """The same table, to keep what a layer makes of it while that layer reads it several times."""
+        if self.keeps:
+            return self
+        table = copy.copy(self)
+        table.rows, table.keeps = {}, True
+        return table
 
     def of_call(self, rows: torch.Tensor, layout: AttentionLayout) -> torch.Tensor:
         """Of rows for the whole table, those for distances `K - 1 … 0` and `Q` future keys."""
@@ -205,13 +233,32 @@ def distance_mask(layout: AttentionLayout, like: torch.Tensor) -> torch.Tensor:
 
     Causal mask and window depend on the distance alone, so they are laid over the scores before these are aligned.
     """
-    key_length, query_length = layout.key_length, layout.query_length
-    distance = torch.arange(key_length - 1, -query_length - 1, -1, device=like.device)
+    # a tensor of another class may belong to a mode that ends, such as one without data
+    is_plain = type(like) is torch.Tensor and not torch.compiler.is_compiling()
+    make = kept_distance_mask if is_plain else make_distance_mask
+    lengths = (layout.key_length, layout.query_length, layout.window)
+    return make(*lengths, like.dtype, like.device, torch.is_inference_mode_enabled())
+
+
+def make_distance_mask(
+    key_length: int,
+    query_length: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_inference: bool,
+) -> torch.Tensor:
+    """As `distance_mask`; autograd takes no tensor that was made in inference mode, so each mode has its own."""
+    distance = torch.arange(key_length - 1, -query_length - 1, -1, device=device)
     hidden = distance < 0
-    if layout.window is not None:
-        hidden = hidden | (distance >= layout.window)
-    mask = torch.zeros(key_length + query_length, dtype=like.dtype, device=like.device)
+    if window is not None:
+        hidden = hidden | (distance >= window)
+    mask = torch.zeros(key_length + query_length, dtype=dtype, device=device)
     return mask.masked_fill(hidden, float("-inf"))[None, None, :]
+
+
+# all layers of a call ask for the same one, and so do all tokens behind a full memory; nothing ever writes into it
+kept_distance_mask = functools.lru_cache(maxsize=64)(make_distance_mask)
 
 
 def gather_relative_scores(scores: torch.Tensor, layout: AttentionLayout) -> torch.Tensor:

@@ -12,12 +12,13 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 
-from hf_txl import TransfoXLForCausalLM, TransfoXLMemory
+from hf_txl import TransfoXLForCausalLM, TransfoXLMemory, attention_transfo_xl
 from hf_txl.attention_transfo_xl import BACKENDS, SegmentAttention
 from tests.helpers import assert_close
 from tests.model.tiny_models import (
     STARTS,
     STORAGES,
+    WINDOWS,
     random_ids,
     slow_log_probabilities,
     t0_model,
@@ -229,3 +230,42 @@ def test_attention_dropout_acts_in_training_only() -> None:
     assert torch.equal(model(ids).logits, model(ids).logits)
     model.train()
     assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+# ---- blocks of queries -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(
+    ("kind", "start"),
+    [
+        ("transformer_xl", "empty"),
+        ("transformer_xl", "zeros"),
+        ("huang", "empty"),
+        ("learned_relative", "zeros"),
+        ("absolute_sinusoid", "empty"),
+    ],
+)
+@torch.no_grad()
+def test_blocks_of_queries_give_what_all_at_once_give(
+    kind: str, window: str, start: str, ragged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over segments shorter and longer than a block, with a memory that is ragged, in every kind of storage."""
+    model = tiny_model(attention_kind=kind, memory_init=start, mem_len=7, **WINDOWS[window])
+    model.set_attn_implementation("sdpa")
+    ids = random_ids(2, 24)
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[0, :3] = 0
+    outputs = {}
+    for block in (3, 1000):
+        monkeypatch.setattr(attention_transfo_xl, "QUERY_BLOCK", block)
+        if block == 1000:
+            monkeypatch.setattr(attention_transfo_xl.SegmentAttention, "_works_in_blocks", lambda *args: False)
+        outputs[block] = [model(ids[:1], use_cache=False).logits]
+        for storage in ["hidden_states"] if kind.startswith("absolute") else STORAGES:
+            memory = TransfoXLMemory(model.config, stores=storage)
+            model(ids[:, :8], cache=memory, attention_mask=mask if ragged else None)
+            outputs[block] += [model(ids[:, first : first + 8], cache=memory).logits for first in (8, 16)]
+    for blocks, whole in zip(*outputs.values(), strict=True):
+        assert_close("logits", blocks, whole, 1e-5)

@@ -170,6 +170,38 @@ def test_a_compiled_classifier_equals_eager() -> None:
     assert_close("loss", actual.loss, expected.loss, EAGER)
 
 
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("storage", STORAGES)
+@torch.no_grad()
+def test_decoding_compiles_a_few_times_while_the_memory_grows_and_never_again(storage: str, start: str) -> None:
+    """Single tokens: nothing stored, one position, any number of them; no other program for a full memory.
+
+    With zero states before the first token there is one program each for one such state and for none.
+    """
+    model = tiny_model(memory_init=start, mem_len=60)
+    compilations: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compilations.append(step)
+        return graph.forward
+
+    run = torch.compile(model, fullgraph=True, backend=backend)
+    memories = [TransfoXLMemory(model.config, stores=storage) for _ in range(2)]
+    ids = random_ids(2, 75)
+    for step in range(75):
+        outputs = [
+            function(ids[:, step : step + 1], cache=memory, logits_to_keep=1)
+            for function, memory in zip((run, model), memories, strict=True)
+        ]
+        assert_same_output(f"step {step}", *outputs)
+        assert memories[0].stored_length == min(60, step + 1)
+    num_starts = 2 if start == "zeros" else 0
+    assert len(compilations) <= 3 + num_starts
+    # step 60 is the first with a full memory
+    assert all(step < 60 for step in compilations[:3])
+    assert all(step in (59, 60) for step in compilations[3:])
+
+
 # ---- torch.export ----------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, StaticCache, pipeline
+from transformers import DynamicCache, GenerationConfig, StaticCache, pipeline, set_seed
 from transformers.utils import logging
 
 from hf_txl import TransfoXLForCausalLM, TransfoXLMemory, TransfoXLModel
@@ -872,3 +872,100 @@ def test_a_streamer_receives_every_token_in_order() -> None:
         random_ids(1, 3), cache=TransfoXLMemory(model.config), streamer=collector, max_new_tokens=5, **PLAIN
     )
     assert collector.tokens == [*itertools.chain(output[0].tolist()), -1]
+
+
+# ---- clusters that cannot matter -------------------------------------------------------------------------------
+
+
+CLUSTERS = {"vocab_size": 400, "cutoffs": [60, 120]}
+
+
+class BucketReads:
+    """Counts how often each bucket of the softmax is read."""
+
+    def __init__(self, model: Any) -> None:
+        self.buckets: list[int] = []
+        read = model.crit._logits
+
+        def count(bucket: int, hidden_states: torch.Tensor) -> torch.Tensor:
+            self.buckets.append(bucket)
+            return read(bucket, hidden_states)
+
+        model.crit._logits = count
+
+    def counts(self) -> list[int]:
+        counts = [self.buckets.count(bucket) for bucket in range(3)]
+        self.buckets.clear()
+        return counts
+
+
+@pytest.mark.parametrize("with_memory", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "top_k": 3, "temperature": 0.8, "top_p": 0.9},
+        {"do_sample": True, "top_k": 50, "temperature": 1.3, "num_return_sequences": 2},
+    ],
+)
+def test_clusters_that_cannot_be_chosen_are_not_read_and_the_tokens_are_the_same(
+    options: dict[str, Any], with_memory: bool
+) -> None:
+    unread = 0
+    for seed in range(4):
+        model = tiny_model(seed=seed, **CLUSTERS)
+        reads = BucketReads(model)
+        ids = random_ids(2, 5)
+        outputs = []
+        # asked for scores, every bucket is read
+        for scores in ({}, {"return_dict_in_generate": True, "output_scores": True}):
+            cache = {"cache": TransfoXLMemory(model.config)} if with_memory else {}
+            set_seed(seed)
+            outputs.append(model.generate(ids, max_new_tokens=20, eos_token_id=None, **options, **cache, **scores))
+            outputs[-1] = outputs[-1].sequences if scores else outputs[-1]
+            counts = reads.counts()
+            if scores:
+                assert counts == [20, 20, 20]
+            else:
+                unread += 40 - counts[1] - counts[2]
+        assert torch.equal(*outputs)
+    assert unread > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False, "repetition_penalty": 1.5},
+        {"do_sample": False, "num_beams": 2},
+        {"do_sample": True, "top_k": 0},
+        {"do_sample": True, "top_k": 61},
+        {"do_sample": False, "bad_words_ids": [[3]]},
+    ],
+)
+def test_clusters_are_read_where_any_token_may_be_chosen(options: dict[str, Any]) -> None:
+    model = tiny_model(**CLUSTERS)
+    reads = BucketReads(model)
+    model.generate(random_ids(2, 5), max_new_tokens=6, eos_token_id=None, **options)
+    assert reads.counts() == [6, 6, 6]
+
+
+# ---- long texts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_memory", [False, True])
+@pytest.mark.parametrize(("num_tokens", "mem_len"), [(600, 64), pytest.param(20000, 1600, marks=pytest.mark.slow)])
+def test_a_long_text_takes_no_more_memory_than_a_short_one(num_tokens: int, mem_len: int, with_memory: bool) -> None:
+    """C74: what is kept has the length of the memory, and so, but for some free slots, has what it lies in."""
+    model = tiny_model(mem_len=mem_len, cutoffs=[], div_val=1)
+    cache = TransfoXLMemory(model.config) if with_memory else DynamicCache(config=model.config)
+    output = model.generate(random_ids(1, 3), cache=cache, max_new_tokens=num_tokens, **PLAIN)
+    assert output.shape[1] == num_tokens + 3
+    for layer in cache.layers:
+        for tensor in (layer.keys, layer.values):
+            assert tensor.shape[2] == mem_len
+            slots = tensor.untyped_storage().nbytes() // (tensor.itemsize * tensor.shape[1] * tensor.shape[3])
+            assert slots <= mem_len + max(mem_len // 4, 16) + 1
+    # the same as reading the end of the text by itself, as far back as two layers see
+    text = output[:, -2 * mem_len - 2 :]
+    expected = model.generate(text[:, :-1], max_new_tokens=1, **PLAIN)
+    assert expected.tolist() == text.tolist()

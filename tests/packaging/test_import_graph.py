@@ -25,10 +25,17 @@ FLAT = {
     # it is built from the same configuration as the model, not from a dozen of its numbers
     "adaptive_transfo_xl": {"configuration_transfo_xl"},
     "tokenization_transfo_xl": set(),
-    "cache_transfo_xl": {"configuration_transfo_xl"},
+    # it wraps a layer of the library, nothing of ours
+    "rolling_transfo_xl": set(),
+    "cache_transfo_xl": {"configuration_transfo_xl", "rolling_transfo_xl"},
     "positions_transfo_xl": set(),
     "attention_transfo_xl": {"configuration_transfo_xl", "positions_transfo_xl"},
-    "past_transfo_xl": {"configuration_transfo_xl", "cache_transfo_xl", "positions_transfo_xl"},
+    "past_transfo_xl": {
+        "configuration_transfo_xl",
+        "cache_transfo_xl",
+        "positions_transfo_xl",
+        "rolling_transfo_xl",
+    },
     "modeling_transfo_xl": {
         "configuration_transfo_xl",
         "cache_transfo_xl",

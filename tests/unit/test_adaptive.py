@@ -468,3 +468,37 @@ def test_forward_does_not_ask_for_its_own_parameters(fields: dict[str, Any], mon
         output = model(ids, labels=ids)
     assert_close("loss", output.loss, expected.loss, NATS)
     assert_close("logits", output.logits, expected.logits, NATS)
+
+
+@pytest.mark.parametrize("num_candidates", [1, 4, 10, 11])
+@pytest.mark.parametrize("fields", [{"div_val": 2}, {"div_val": 1}, {"cutoffs": [], "div_val": 1}])
+def test_the_likeliest_candidates_are_those_of_all_tokens(fields: dict[str, Any], num_candidates: int) -> None:
+    """Where clusters are left out, the first `num_candidates` tokens and their probabilities are the same."""
+    crit = model_of(**fields).crit
+    for seed in range(8):
+        hidden_states = 3 * torch.randn(2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        expected, actual = crit.log_prob(hidden_states), crit.log_prob(hidden_states, num_candidates)
+        computed = actual.isfinite()
+        assert torch.equal(actual[computed], expected[computed])
+        if crit.num_clusters and num_candidates == 11:
+            # more than the shortlist holds
+            assert computed.all()
+        for ours, theirs in zip(actual.topk(num_candidates), expected.topk(num_candidates), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_a_cluster_is_left_out_only_where_no_row_needs_it() -> None:
+    crit = model_of().crit
+    with torch.no_grad():
+        crit.cluster_weight.zero_()
+        # the first cluster has nearly all the probability, the others nearly none
+        crit.cluster_bias.copy_(torch.tensor([30.0, -30.0, -30.0]))
+    computed = crit.log_prob(states(2), num_candidates=1).isfinite()
+    assert computed[:, :50].all()
+    assert not computed[:, 50:].any()
+
+
+def test_states_that_are_not_numbers_leave_nothing_out() -> None:
+    crit = model_of().crit
+    hidden_states = states(1).fill_(math.nan)
+    assert crit.log_prob(hidden_states, num_candidates=1).isnan().all()

@@ -1,0 +1,147 @@
+"""Storage with room behind what is stored: appended to in place, but never at the cost of another holder."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from hf_txl import TransfoXLConfig
+from hf_txl.rolling_transfo_xl import RollingStorage, RollingWindowLayer, append_rolling, make_rolling
+
+# B batch   H heads   S stored positions   D head size
+B, H, D = 2, 3, 4
+
+
+def positions(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(B, H, length, D, generator=torch.Generator().manual_seed(seed))
+
+
+def test_positions_are_those_of_a_concatenation_and_are_seldom_copied() -> None:
+    stream = positions(300)
+    stored, storage = stream[:, :, :40].clone(), None
+    seen = set()
+    for end in range(41, 301):
+        full, storage = append_rolling(stored, stream[:, :, end - 1 : end], storage)
+        assert torch.equal(full, stream[:, :, end - 41 : end])
+        assert storage is not None
+        seen.add(id(storage))
+        stored = full[:, :, 1:]
+    # 260 tokens with room for 16 each time
+    assert len(seen) <= 260 // 16 + 1
+
+
+def test_of_two_branches_the_second_gets_a_storage_of_its_own() -> None:
+    stored, shared = append_rolling(positions(20), positions(1, seed=1), None)
+    first, same = append_rolling(stored, positions(1, seed=2), shared)
+    second, other = append_rolling(stored, positions(1, seed=3), shared)
+    assert same is shared and other is not shared
+    assert torch.equal(first, torch.cat([stored, positions(1, seed=2)], dim=2))
+    assert torch.equal(second, torch.cat([stored, positions(1, seed=3)], dim=2))
+    # what was handed out before stays as it was
+    assert torch.equal(stored, torch.cat([positions(20), positions(1, seed=1)], dim=2))
+
+
+def test_a_branch_that_was_cut_does_not_overwrite_what_follows() -> None:
+    stored, storage = append_rolling(positions(20), positions(2, seed=1), None)
+    before = stored.clone()
+    again, other = append_rolling(stored[:, :, :-1], positions(1, seed=2), storage)
+    assert other is not storage
+    assert torch.equal(stored, before)
+    assert torch.equal(again[:, :, -1:], positions(1, seed=2))
+
+
+def test_positions_that_lie_elsewhere_are_copied_first() -> None:
+    _, storage = append_rolling(positions(20), positions(1), None)
+    reordered = positions(21).index_select(0, torch.tensor([1, 0]))
+    full, other = append_rolling(reordered, positions(1, seed=2), storage)
+    assert other is not storage
+    assert torch.equal(full, torch.cat([reordered, positions(1, seed=2)], dim=2))
+
+
+def test_long_segments_are_concatenated_without_room() -> None:
+    full, storage = append_rolling(positions(20), positions(30, seed=1), None)
+    assert storage is None
+    assert torch.equal(full, torch.cat([positions(20), positions(30, seed=1)], dim=2))
+
+
+def test_inference_mode_and_what_follows_it_do_not_write_into_each_other() -> None:
+    with torch.inference_mode():
+        stored, storage = append_rolling(positions(20), positions(1, seed=1), None)
+    full, other = append_rolling(stored, positions(1, seed=2), storage)
+    assert other is not storage
+    with torch.inference_mode():
+        longer, third = append_rolling(full, positions(1, seed=3), other)
+    assert third is not other
+    assert torch.equal(longer[:, :, 20:], torch.cat([positions(1, seed=number) for number in (1, 2, 3)], dim=2))
+
+
+def test_a_deep_copy_goes_on_by_itself() -> None:
+    stored, storage = append_rolling(positions(20), positions(1, seed=1), None)
+    copied_stored, copied = copy.deepcopy((stored, storage))
+    full, same = append_rolling(copied_stored, positions(1, seed=2), copied)
+    assert same is copied
+    other_full, other = append_rolling(stored, positions(1, seed=3), storage)
+    assert other is storage
+    assert torch.equal(full[:, :, -1:], positions(1, seed=2))
+    assert torch.equal(other_full[:, :, -1:], positions(1, seed=3))
+
+
+def test_another_type_is_not_written_into_the_storage() -> None:
+    stored, storage = append_rolling(positions(20), positions(1, seed=1), None)
+    full, other = append_rolling(stored, positions(1, seed=2).double(), storage)
+    assert other is None
+    assert full.dtype == torch.float64
+
+
+def window_cache(window: int) -> DynamicCache:
+    config = TransfoXLConfig(vocab_size=9, d_model=H * D, n_head=H, n_layer=1, mem_len=window - 1, cutoffs=[])
+    return DynamicCache(config=config)
+
+
+@pytest.mark.parametrize("lengths", [[7, *[1] * 50], [1] * 60, [3, 30, 1, 1, 2, 1, 9, 1, 1]])
+def test_the_rolling_layer_equals_the_one_of_the_library(lengths: list[int]) -> None:
+    caches = [window_cache(12), window_cache(12)]
+    make_rolling(caches[1])
+    assert type(caches[0].layers[0]) is DynamicSlidingWindowLayer
+    assert type(caches[1].layers[0]) is RollingWindowLayer
+    for step, length in enumerate(lengths):
+        new = positions(length, seed=step), positions(length, seed=-step)
+        expected, actual = (cache.update(*new, 0) for cache in caches)
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert torch.equal(ours, theirs)
+        for name in ("keys", "values", "cumulative_length"):
+            ours, theirs = (getattr(cache.layers[0], name) for cache in caches[::-1])
+            assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs)), name
+        if step == 6:
+            for cache in caches:
+                cache.reorder_cache(torch.tensor([1, 0]))
+
+
+def test_what_is_filled_or_remembers_more_than_the_window_keeps_the_layers_of_the_library() -> None:
+    filled, recording = window_cache(12), window_cache(12)
+    filled.update(positions(3), positions(3), 0)
+    recording.layers[0].activate_past_recording()
+    for cache in (filled, recording):
+        make_rolling(cache)
+        assert type(cache.layers[0]) is DynamicSlidingWindowLayer
+
+
+def test_keys_that_need_a_gradient_keep_it() -> None:
+    cache = window_cache(12)
+    make_rolling(cache)
+    new: list[Any] = [positions(1, seed=step).requires_grad_() for step in range(3)]
+    for state in new:
+        keys, _ = cache.update(state, state, 0)
+    keys.sum().backward()
+    assert all(torch.equal(state.grad, torch.ones_like(state)) for state in new)
+
+
+def test_a_storage_refuses_what_has_no_room() -> None:
+    storage = RollingStorage(positions(4), 6)
+    stored = storage.tensor[:, :, :4]
+    assert storage.append(stored, positions(3)) is None
+    assert storage.append(stored, positions(2)) is not None
+    assert storage.append(stored, positions(1)) is None
