@@ -127,16 +127,17 @@ def generate(
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
 ) -> None:
     """Write on from a prompt, after reading a context of any length once. Text is streamed to the terminal."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
     from transformers.utils import logging
 
+    from .modeling_transfo_xl import TransfoXLForCausalLM
     from .text_generation import generate_text
 
     logging.disable_progress_bar()
     with _errors_as_messages():
         tokenizer = AutoTokenizer.from_pretrained(model)
         lengths = {} if mem_len is None else {"mem_len": mem_len}
-        loaded = AutoModelForCausalLM.from_pretrained(model, **lengths)
+        loaded = TransfoXLForCausalLM.from_pretrained(model, **lengths)
         if not json_:
             typer.echo(prompt, nl=False)
         result = generate_text(

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers import (
+    GenerationMixin,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
@@ -544,8 +551,15 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         cache = merge_caches(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
         if cache is not None:
             kwargs[CACHE_NAME] = cache
+        given = kwargs.get("generation_config") or self.generation_config
+        # the library's own criterion fails with tokenizers that do not know the word it tries
+        if stop_strings := kwargs.pop("stop_strings", None) or given.stop_strings:
+            stop = StopTexts(kwargs.get("tokenizer"), stop_strings)
+            kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), stop])
+            if given.stop_strings:
+                kwargs["generation_config"] = copy.copy(given)
+                kwargs["generation_config"].stop_strings = None
         if isinstance(cache, TransfoXLMemory):
-            given = kwargs.get("generation_config") or self.generation_config
             if kwargs.get("prefill_chunk_size", given.prefill_chunk_size) is not None:
                 raise ValueError("`prefill_chunk_size` must be None with a `TransfoXLMemory`; feed segments yourself.")
             if kwargs.get("assistant_model") is not None or kwargs.get("prompt_lookup_num_tokens") is not None:
@@ -591,6 +605,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         self, input_ids: torch.Tensor, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """The library's own, and the mask of the new tokens only where a memory knows the rest."""
+        # given for stop strings or healed prompts, the library hands it on to the model
+        kwargs.pop("tokenizer", None)
         inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         cache = inputs.get(CACHE_NAME)
         if self.config.is_absolute and not (isinstance(cache, TransfoXLMemory) and cache.mem_len):
@@ -635,6 +651,33 @@ def count_candidates(logits_processor: Any, generation_config: Any) -> int | Non
         if type(processor) is not TemperatureLogitsWarper:
             return None
     return None if generation_config.do_sample else 1
+
+
+class StopTexts(StoppingCriteria):
+    """Ends a row when the newest token completes one of several texts.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): Decodes the tokens.
+        stop_strings (`str` or `list[str]`): The texts.
+    """
+
+    def __init__(self, tokenizer: Any, stop_strings: str | list[str]):
+        self.texts = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+        if tokenizer is None:
+            raise ValueError("`tokenizer` must be given together with `stop_strings`, but is None.")
+        if not all(isinstance(text, str) and text for text in self.texts):
+            raise ValueError(f"`stop_strings` must be texts that are not empty, but are {stop_strings!r}.")
+        self.tokenizer = tokenizer
+        # a token that decodes to nothing is rare; spaces and context before the text need a few more
+        self.num_tokens = max(map(len, self.texts)) + 8
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        done = [self._completes(row) for row in input_ids[:, -self.num_tokens :].tolist()]
+        return torch.tensor(done, device=input_ids.device)
+
+    def _completes(self, token_ids: list[int]) -> bool:
+        before, after = self.tokenizer.decode(token_ids[:-1]), self.tokenizer.decode(token_ids)
+        return any(after.count(text) > before.count(text) for text in self.texts)
 
 
 # the name in published `config.json` files; the same class, so that the library's pipelines inject no prompt

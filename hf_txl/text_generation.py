@@ -156,8 +156,8 @@ def generate_text(
     seconds = time.perf_counter() - started
     new_ids = output[0, len(prompt_ids) :].tolist()
     # decoded with the prompt, since a token's spaces depend on its neighbours
-    before, whole = (tokenizer.decode(ids) for ids in (prompt_ids.tolist(), output[0].tolist()))
-    text = whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new_ids)
+    before, whole = (str(tokenizer.decode(ids)) for ids in (prompt_ids, output[0]))
+    text = whole[len(before) :] if whole.startswith(before) else str(tokenizer.decode(new_ids))
     text = break_lines(text, tokenizer)
     return GeneratedText(prompt, text, new_ids, len(context_ids), seconds, settings)
 
@@ -177,7 +177,7 @@ class PieceStreamer(TextStreamer):
     LONGEST, OVERLAP = 256, 32
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]):
-        super().__init__(tokenizer)  # type: ignore[arg-type]
+        super().__init__(tokenizer)
         self.write = write
 
     def put(self, value: torch.Tensor) -> None:

@@ -969,3 +969,79 @@ def test_a_long_text_takes_no_more_memory_than_a_short_one(num_tokens: int, mem_
     text = output[:, -2 * mem_len - 2 :]
     expected = model.generate(text[:, :-1], max_new_tokens=1, **PLAIN)
     assert expected.tolist() == text.tolist()
+
+
+# ---- stopping at texts, beams that are sampled -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given_as", ["argument", "configuration"])
+@pytest.mark.parametrize("state", ["none", "memory"])
+def test_stop_strings_end_a_text_where_its_new_part_completes_one(state: str, given_as: str) -> None:
+    """With a tokenizer that does not know the word on which the library's own criterion relies."""
+    model, tokenizer = tiny_model(), character_tokenizer()
+    prompts = random_ids(3, 5)
+    cache = (lambda: TransfoXLMemory(model.config)) if state == "memory" else (lambda: None)
+    free = model.generate(prompts, cache=cache(), max_new_tokens=24, **PLAIN)
+    texts = ["".join(CHARACTERS[token] for token in row) for row in free[:, 5:].tolist()]
+    # two characters that come early in row 0, and one text that is in its prompt too
+    stops = [texts[0][2:4], "".join(CHARACTERS[token] for token in prompts[0, :2])]
+    options = {**PLAIN, "max_new_tokens": 24, "pad_token_id": 0}
+    if given_as == "argument":
+        options["stop_strings"] = stops
+    else:
+        options["generation_config"] = GenerationConfig(**options, stop_strings=stops)
+        options = {"generation_config": options["generation_config"]}
+    ends = [min([text.find(stop) + len(stop) for stop in stops if stop in text] or [24]) for text in texts]
+    assert ends[0] == 4
+    for row, end in enumerate(ends):
+        alone = model.generate(prompts[row : row + 1], cache=cache(), tokenizer=tokenizer, **options)
+        assert alone[0].tolist() == free[row, : 5 + end].tolist()
+    # a batch goes on, as in the library without an end token, until each of its rows has stopped
+    together = model.generate(prompts, cache=cache(), tokenizer=tokenizer, **options)
+    assert torch.equal(together, free[:, : 5 + max(ends)])
+
+
+def test_stop_strings_need_a_tokenizer_and_are_texts() -> None:
+    model = tiny_model()
+    with pytest.raises(ValueError, match="`tokenizer` must be given together with `stop_strings`"):
+        model.generate(random_ids(1, 3), stop_strings=["a"], max_new_tokens=3)
+    with pytest.raises(ValueError, match="`stop_strings` must be texts"):
+        model.generate(random_ids(1, 3), stop_strings=["a", ""], tokenizer=character_tokenizer(), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("state", ["none", "DynamicCache", *STORAGES])
+def test_sampled_beams_are_scored_by_their_own_tokens(state: str) -> None:
+    """The score of each beam that is returned is what a forward over its tokens gives."""
+    model = tiny_model()
+    prompts, new_tokens = random_ids(2, 4), 5
+    cache = {
+        "none": lambda: None,
+        "DynamicCache": lambda: DynamicCache(config=model.config),
+        "hidden_states": lambda: TransfoXLMemory(model.config, stores="hidden_states"),
+        "keys_values": lambda: TransfoXLMemory(model.config, stores="keys_values"),
+    }[state]
+    torch.manual_seed(3)
+    output = model.generate(
+        prompts,
+        cache=cache(),
+        num_beams=4,
+        num_return_sequences=4,
+        max_new_tokens=new_tokens,
+        do_sample=True,
+        eos_token_id=None,
+        pad_token_id=0,
+        length_penalty=0.0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    assert len({tuple(row) for row in output.sequences.tolist()}) > 4
+    for sequence, score in zip(output.sequences, output.sequences_scores, strict=True):
+        tokens, total = iter(sequence[4:].tolist()), []
+
+        def follow(scores: torch.Tensor, tokens: Any = tokens, total: list[torch.Tensor] = total) -> int:
+            token = next(tokens)
+            total.append(scores[token])
+            return token
+
+        by_hand(model, sequence[:4], new_tokens, choose=follow, window_rule=state not in STORAGES)
+        assert_close(f"{state} score", score, sum(total), 1e-4)
