@@ -233,22 +233,16 @@ def distance_mask(layout: AttentionLayout, like: torch.Tensor) -> torch.Tensor:
 
     Causal mask and window depend on the distance alone, so they are laid over the scores before these are aligned.
     """
-    # a tensor of another class may belong to a mode that ends, such as one without data
-    is_plain = type(like) is torch.Tensor and not torch.compiler.is_compiling()
-    make = kept_distance_mask if is_plain else make_distance_mask
     lengths = (layout.key_length, layout.query_length, layout.window)
-    return make(*lengths, like.dtype, like.device, torch.is_inference_mode_enabled())
+    # a tensor of another class may belong to a mode that ends, such as one without data
+    if type(like) is not torch.Tensor or torch.compiler.is_compiling():
+        return make_distance_mask(*lengths, like.dtype, like.device)
+    return kept_distance_mask(*lengths, like.dtype, like.device, torch.is_inference_mode_enabled())
 
 
 def make_distance_mask(
-    key_length: int,
-    query_length: int,
-    window: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    is_inference: bool,
+    key_length: int, query_length: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """As `distance_mask`; autograd takes no tensor that was made in inference mode, so each mode has its own."""
     distance = torch.arange(key_length - 1, -query_length - 1, -1, device=device)
     hidden = distance < 0
     if window is not None:
@@ -257,8 +251,20 @@ def make_distance_mask(
     return mask.masked_fill(hidden, float("-inf"))[None, None, :]
 
 
-# all layers of a call ask for the same one, and so do all tokens behind a full memory; nothing ever writes into it
-kept_distance_mask = functools.lru_cache(maxsize=64)(make_distance_mask)
+@functools.lru_cache(maxsize=64)
+def kept_distance_mask(
+    key_length: int,
+    query_length: int,
+    window: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_inference: bool,
+) -> torch.Tensor:
+    """All layers of a call ask for the same one, and all tokens behind a full memory; nothing ever writes into it.
+
+    Autograd takes no tensor that was made in inference mode, so each mode has its own.
+    """
+    return make_distance_mask(key_length, query_length, window, dtype, device)
 
 
 def gather_relative_scores(scores: torch.Tensor, layout: AttentionLayout) -> torch.Tensor:
