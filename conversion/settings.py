@@ -101,6 +101,9 @@ class Settings:
             # the file is a configuration already; whatever else it holds is kept
             self.config = TransfoXLConfig.from_dict({**checkpoint.stored, **fields})
             return
+        if isinstance(cutoffs := fields.get("cutoffs"), list):
+            # the originals keep the vocabulary size behind them, other readers a 0 before
+            fields["cutoffs"] = [end for end in cutoffs if end not in (0, fields["vocab_size"])]
         if missing := [name for name in NEEDED if name not in fields]:
             raise ValueError(
                 f"These settings must be given, since {checkpoint.found} does not tell them: "
@@ -120,11 +123,8 @@ def _renamed(values: Mapping[str, Any]) -> Fields:
         fields["attention_kind"] = ATTENTION_KINDS[number]
     if fields.get("adaptive") and fields.get("dataset") in CUTOFFS:
         fields.setdefault("cutoffs", CUTOFFS[fields["dataset"]])
-    if "cutoffs" in fields:
-        ends = {0, fields.get("vocab_size")}
-        fields["cutoffs"] = [end for end in fields["cutoffs"] if end not in ends]
-    if isinstance(share := fields.pop("share_proj", None), list):
-        fields.setdefault("tie_projs", share)
+    if (share := fields.pop("share_proj", None)) is not None:
+        fields.setdefault("proj_share_all_but_first" if isinstance(share, bool) else "tie_projs", share)
     return fields
 
 
