@@ -101,7 +101,7 @@ def test_every_name_of_a_checkpoint_finds_it(tmp_path: Path) -> None:
     [
         b'model_checkpoint_path: "model.ckpt-8"\nall_model_checkpoint_paths: "model.ckpt-4"\n',
         b'all_model_checkpoint_paths: "model.ckpt-4"\nmodel_checkpoint_path: "model.ckpt-8"\n',
-        b'model_checkpoint_path: "/home/someone/elsewhere/model.ckpt-8"\n',
+        b'model_checkpoint_path: "/scratch/someone/elsewhere/model.ckpt-8"\n',
         b'model_checkpoint_path: "../../x/model.ckpt-8"',
         rb'model_checkpoint_path: "D:\\runs\\model.ckpt-8"',
         rb'model_checkpoint_path: "/data/\303\251tudes \"2\"/model.ckpt-8"',
