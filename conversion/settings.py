@@ -2,10 +2,11 @@
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from hf_txl import TransfoXLConfig
 from hf_txl.configuration_transfo_xl import ATTENTION_KINDS
@@ -99,7 +100,7 @@ class Settings:
                     self.origins[name] += f" ({origin}: {value})"
         if checkpoint.format == "transformers":
             # the file is a configuration already; whatever else it holds is kept
-            self.config = TransfoXLConfig.from_dict({**checkpoint.stored, **fields})
+            self.config = _configuration(TransfoXLConfig.from_dict, {**checkpoint.stored, **fields})
             return
         if isinstance(cutoffs := fields.get("cutoffs"), list):
             # the originals keep the vocabulary size behind them, other readers a 0 before
@@ -110,7 +111,16 @@ class Settings:
                 + ", ".join(f"`{name}` ({NEEDED[name]})" for name in missing)
                 + "."
             )
-        self.config = TransfoXLConfig(**fields)
+        self.config = _configuration(lambda values: TransfoXLConfig(**values), fields)
+
+
+def _configuration(make: Callable[[Fields], TransfoXLConfig], fields: Fields) -> TransfoXLConfig:
+    """A configuration, or a `ValueError` that names the field whose type is wrong."""
+    try:
+        return make(fields)
+    except StrictDataclassError as error:
+        # its first line names the field, the others the types
+        raise ValueError("Settings must have the type of their field: " + " ".join(str(error).split())) from error
 
 
 def _renamed(values: Mapping[str, Any]) -> Fields:
