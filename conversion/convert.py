@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -93,7 +93,7 @@ def convert(
     *,
     format: str | None = None,
     settings: Mapping[str, Any] | None = None,
-    vocabulary: str | Path | None = None,
+    vocabulary: str | Path | Literal[False] | None = None,
     tokenizer_mode: str | None = None,
     dtype: torch.dtype | None = None,
     license: str = "other",
@@ -111,8 +111,9 @@ def convert(
         format (`str`, *optional*): A key of `key_rules.FORMATS`; found out if not given.
         settings (`Mapping[str, Any]`, *optional*):
             Fields of [`TransfoXLConfig`], or arguments of the original codes, that the source does not tell.
-        vocabulary (`str` or `Path`, *optional*):
-            File of the vocabulary; by default the one inside the checkpoint or beside it. See `read_vocabulary`.
+        vocabulary (`str`, `Path` or `False`, *optional*):
+            File of the vocabulary; by default the one inside the checkpoint or beside it. `False` for no tokenizer.
+            See `read_vocabulary`.
         tokenizer_mode (`str`, *optional*):
             How the tokenizer treats text, if not as the code of the vocabulary did. See [`TransfoXLTokenizer`].
         dtype (`torch.dtype`, *optional*): Of the weights; by default that of the source.
@@ -283,20 +284,22 @@ def _check(
 
 
 def _tokenizer(
-    checkpoint: Checkpoint, config: TransfoXLConfig, given: str | Path | None, mode: str | None
+    checkpoint: Checkpoint, config: TransfoXLConfig, given: str | Path | Literal[False] | None, mode: str | None
 ) -> tuple[Callable[[Path], None], str]:
     """What writes the tokenizer into a folder, and a sentence about it; the configuration learns its end token."""
     source = given if given is not None else checkpoint.vocabulary
-    if source is None:
-        return lambda folder: None, "none: there was no vocabulary in the source (`vocabulary` names one)"
+    if source is None or source is False:
+        why = "there was no vocabulary in the source (`vocabulary` names one)" if source is None else "as asked"
+        return lambda folder: None, f"none, {why}"
     if isinstance(source, str | Path) and Path(source).name == "tokenizer.json":
         folder = Path(source).parent
         return lambda target: _copy(folder, target), "that of the source, as it is"
     vocabulary: Vocabulary = read_vocabulary(source)
     if len(vocabulary) != config.vocab_size:
+        where = source if isinstance(source, str | Path) else "that of the checkpoint"
         raise ValueError(
-            f"The vocabulary must have as many symbols as the model has ids ({config.vocab_size}), but "
-            f"{source if isinstance(source, str | Path) else 'that of the checkpoint'} has {len(vocabulary)}."
+            f"The vocabulary must have as many symbols as the model has ids ({config.vocab_size}), but {where} has "
+            f"{len(vocabulary)}. Name another (`--vocabulary`), or convert without (`--no-vocabulary`)."
         )
     tokenizer = vocabulary.tokenizer(mode)
     config.eos_token_id = tokenizer.eos_token_id

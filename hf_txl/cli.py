@@ -67,6 +67,9 @@ def convert(
     vocabulary: Annotated[
         Path | None, typer.Option(help="The vocabulary's file.", show_default="in or beside the source", exists=True)
     ] = None,
+    no_vocabulary: Annotated[
+        bool, typer.Option("--no-vocabulary", help="Write no tokenizer, whatever lies beside the source.")
+    ] = False,
     tokenizer_mode: Annotated[
         str | None, typer.Option(help="How the tokenizer treats text.", show_default="as the vocabulary's code")
     ] = None,
@@ -93,7 +96,7 @@ def convert(
             output,
             format=format,
             settings=parse_settings(config, set_ or []),
-            vocabulary=vocabulary,
+            vocabulary=False if no_vocabulary else vocabulary,
             tokenizer_mode=tokenizer_mode,
             dtype=parse_dtype(dtype),
             license=license,

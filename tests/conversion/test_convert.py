@@ -286,6 +286,16 @@ def test_a_source_that_is_not_there_is_named(name: str, tmp_path: Path) -> None:
     assert "`source` must be" in result.output
 
 
+def test_a_vocabulary_beside_that_is_another_models_can_be_left_out(tmp_path: Path) -> None:
+    shutil.copy(GOOD, tmp_path / "model.pt")
+    shutil.copy(FIXTURES / "vocabularies" / "txl-cache-pt" / "cache.pt", tmp_path)
+    refused = run(tmp_path / "model.pt", tmp_path / "out")
+    assert refused.exit_code == 2
+    assert "--no-vocabulary" in refused.output
+    assert run(tmp_path / "model.pt", tmp_path / "out", "--no-vocabulary").exit_code == 0
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
 def test_a_folder_with_several_checkpoints_asks_which(tmp_path: Path) -> None:
     shutil.copy(GOOD, tmp_path / "model.pt")
     for file in (FIXTURES / "tf_original" / "tf-lm1b").glob("model.ckpt.*"):
