@@ -514,8 +514,11 @@ def _read(texts: Iterable[str | os.PathLike]) -> Iterator[str]:
             # a bar on terminals only
             logging.tqdm(total=os.path.getsize(text), unit="B", unit_scale=True, desc=str(text), disable=None) as bar,
         ):
+            # counted here: where bars are switched off, the library's has no count
+            shown = 0
             for line in lines:
-                bar.update(content.tell() - bar.n)
+                bar.update(content.tell() - shown)
+                shown = content.tell()
                 yield line
 
 

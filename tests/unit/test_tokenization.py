@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling, TokenizersBackend
+from transformers.utils import logging
 
 from hf_txl import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, tokenization_transfo_xl
 from hf_txl.data import TokenStreams
@@ -109,6 +110,7 @@ def test_decoded_sentences_are_those_of_transformers_4(legacy: TransfoXLTokenize
     ],
 )
 def test_text_is_cut_at_punctuation_and_decoded_as_it_was(text: str, tokens: str) -> None:
+    """C78, C79"""
     assert all_words(text) == tokens.split(" ")
     words = ["<unk>", *dict.fromkeys(token for token in tokens.split(" ") if token != "<unk>")]
     special = [token for token in ("<formula>",) if token in words]
@@ -272,6 +274,7 @@ def test_text_is_lower_cased_but_special_tokens_are_not() -> None:
 
 @pytest.mark.parametrize("unknown", ["<unk>", "<UNK>"])
 def test_either_unknown_token_is_found(unknown: str, tmp_path: Path) -> None:
+    """C81"""
     TransfoXLTokenizer.from_vocabulary(["the", unknown]).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.unk_token == unknown
@@ -303,6 +306,7 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 
 
 def test_words_are_ordered_by_frequency_and_then_by_first_appearance(tmp_path: Path) -> None:
+    """C86"""
     text = "d b a c a b, the\nend of a b . d . <eos> <unk>'s"
     ordered = build_vocabulary([text], special=["<unk>", "<eos>"])
     assert ordered == ["<unk>", "<eos>", "b", "a", "d", ".", "c", ",", "the", "end", "of", "'s"]
@@ -314,6 +318,17 @@ def test_words_are_ordered_by_frequency_and_then_by_first_appearance(tmp_path: P
     assert build_vocabulary([text], special=["<unk>"], max_size=1) == ["<unk>", "b"]
     with pytest.raises(TypeError, match="must be several texts or paths"):
         build_vocabulary(text)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_files_are_counted_with_progress_bars_on_and_off(enabled: bool, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("a b a\nb a c\n", encoding="utf-8")
+    was_enabled = logging.is_progress_bar_enabled()
+    (logging.enable_progress_bar if enabled else logging.disable_progress_bar)()
+    try:
+        assert build_vocabulary([tmp_path / "text"], "pretokenized", special=[]) == ["a", "b", "c"]
+    finally:
+        (logging.enable_progress_bar if was_enabled else logging.disable_progress_bar)()
 
 
 def test_a_vocabulary_counted_as_the_original_does_is_the_original_one() -> None:
@@ -331,6 +346,7 @@ def test_a_vocabulary_counted_as_transformers_4_does_has_its_words() -> None:
 
 
 def test_characters_of_a_mixed_text_are_counted_and_found_again(tmp_path: Path) -> None:
+    """C84"""
     text = "深度学习 deep learning 学习"
     words = build_vocabulary([text], "characters", special=["<unk>"])
     assert words == ["<unk>", *" e学习n深度dplarig"]
@@ -426,6 +442,7 @@ def test_files_give_the_same_ids_in_a_process_without_this_package(tmp_path: Pat
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_loaded_tokenizer_is_whole(mode: str, tmp_path: Path) -> None:
+    """C80"""
     made = saved(tmp_path, mode, padding_side="left")
     loaded = TransfoXLTokenizer.from_pretrained(tmp_path)
     assert len(loaded) == loaded.vocab_size == len(made)
@@ -448,6 +465,7 @@ def test_a_vocabulary_can_be_used_in_another_mode(tmp_path: Path) -> None:
 
 
 def test_a_model_of_another_size_is_reported(tmp_path: Path) -> None:
+    """C84"""
     size = len(saved(tmp_path, "moses"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -469,6 +487,7 @@ class Opens:
 
 @pytest.mark.parametrize("name", ["vocab.pkl", "vocab.bin"])
 def test_a_folder_of_transformers_4_leads_to_the_converter(name: str, tmp_path: Path) -> None:
+    """C90"""
     trace = tmp_path / "trace"
     (tmp_path / name).write_bytes(pickle.dumps(Opens(trace)))
     TransfoXLConfig(vocab_size=9).save_pretrained(tmp_path)
@@ -481,6 +500,7 @@ def test_a_folder_of_transformers_4_leads_to_the_converter(name: str, tmp_path: 
 
 
 def test_a_pad_token_of_its_own_keeps_the_end_tokens_in_the_loss() -> None:
+    """C83"""
     tokenizer = TransfoXLTokenizer.from_vocabulary(WORDS)
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     model = TransfoXLForCausalLM(
@@ -496,7 +516,7 @@ def test_a_pad_token_of_its_own_keeps_the_end_tokens_in_the_loss() -> None:
 
 
 def test_the_end_token_as_pad_token_is_ignored_in_the_loss() -> None:
-    """The trap that the guide names."""
+    """C83: the trap that the guide names."""
     tokenizer = TransfoXLTokenizer.from_vocabulary(WORDS, pad_token="<eos>")
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     batch = collator([tokenizer(text) for text in ("the , the <eos>", "the <eos>")])
