@@ -4,7 +4,7 @@ import datetime
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -100,6 +100,7 @@ def convert(
     verify: bool = False,
     recorded: str | Path | None = None,
     force: bool = False,
+    protected: Iterable[str | Path] = (),
     command: str | None = None,
     progress: bool = True,
 ) -> Conversion:
@@ -124,6 +125,7 @@ def convert(
         recorded (`str` or `Path`, *optional*):
             A safetensors file with recorded outputs to compare the result with; see `verify_recorded`.
         force (`bool`, defaults to `False`): Whether to replace an existing `output`.
+        protected (`Iterable[str | Path]`): Further files that `force` must not delete with an existing `output`.
         command (`str`, *optional*): For the card; by default the command that does the same.
         progress (`bool`, defaults to `True`): Whether to show progress.
 
@@ -136,8 +138,9 @@ def convert(
         ValueError: if the source cannot be read, or does not make a model; the message names all reasons.
         RuntimeError: if a comparison finds more than `verify.TOLERANCE`; nothing is written then.
     """
-    output = Path(output)
-    check = new_or_forced(force, [source])
+    output = Path(output).expanduser()
+    inputs = [source, vocabulary or None, recorded, *protected]
+    check = new_or_forced(force, [each for each in inputs if each is not None])
     check_writable(output, check)
 
     checkpoint = open_checkpoint(source, format)
@@ -275,7 +278,7 @@ def _check(
             ) from error
         for run, differences in verify_recorded(model, outputs).items():
             checked[f"{Path(recorded).name}{f', {run}' if run else ''}"] = differences
-    if too_large := [line for line in checked.items() if max(line[1].values(), default=0.0) > TOLERANCE]:
+    if too_large := [line for line in checked.items() if not max(line[1].values()) <= TOLERANCE]:
         raise RuntimeError(f"The converted model must agree to {TOLERANCE}, but differs: {dict(too_large)}.")
     return checked
 

@@ -4,6 +4,7 @@ The model is the one that was written, loaded again through transformers; so nam
 test together.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -44,7 +45,10 @@ def verify_recorded(
     runs = sorted({match[1] for name in recorded if (match := re.fullmatch(r"(.*\.)?seg0\.input_ids", name))}, key=str)
     if not runs:
         raise ValueError("`recorded` must hold `seg0.input_ids`, but holds only " + ", ".join(sorted(recorded)[:10]))
-    return {(run or "").rstrip("."): _verify_run(model, recorded, run or "", lengths) for run in runs}
+    compared = {(run or "").rstrip("."): _verify_run(model, recorded, run or "", lengths) for run in runs}
+    if empty := [run for run, differences in compared.items() if not differences]:
+        raise ValueError(f"`recorded` must hold outputs to compare, but has inputs only (runs: {empty}).")
+    return compared
 
 
 @torch.no_grad()
@@ -55,8 +59,7 @@ def _verify_run(
     differences: Differences = {}
 
     def compare(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        difference = (ours.double() - theirs.double()).abs().max().item()
-        differences[name] = max(differences.get(name, 0.0), difference)
+        differences[name] = max(differences.get(name, 0.0), _largest_difference(ours, theirs))
 
     number = 0
     while (name := f"{run}seg{number}.input_ids") in recorded:
@@ -114,13 +117,22 @@ def verify_with_source(
         rows = reference.read(input_ids, slow_memory)
         output = model(input_ids, cache=memory, output_hidden_states=True)
         expected = torch.stack([row.hidden_states[-1] for row in rows])
-        difference = (output.hidden_states[-1].double() - expected).abs().max() / expected.abs().max().clamp(min=1)
-        differences["hidden states"] = max(differences["hidden states"], difference.item())
+        scale = expected.abs().max().clamp(min=1)
+        difference = _largest_difference(output.hidden_states[-1] / scale, expected / scale)
+        differences["hidden states"] = max(differences["hidden states"], difference)
         if isinstance(model, TransfoXLForCausalLM):
             scores = torch.log_softmax(output.logits.double(), dim=-1)
-            difference = (scores - reference.scores(rows, length)).abs().max()
-            differences["log-probabilities"] = max(differences.get("log-probabilities", 0.0), difference.item())
+            difference = _largest_difference(scores, reference.scores(rows, length))
+            differences["log-probabilities"] = max(differences.get("log-probabilities", 0.0), difference)
     return differences
+
+
+def _largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Infinite where either is not finite: NaN compares with nothing, so it must not pass for agreement."""
+    ours, theirs = ours.double(), theirs.double()
+    if not (ours.isfinite().all() and theirs.isfinite().all()):
+        return math.inf
+    return (ours - theirs).abs().max().item()
 
 
 def _ids_of_all_buckets(ends: list[int], shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:

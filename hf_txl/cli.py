@@ -103,6 +103,7 @@ def convert(
             verify=verify,
             recorded=recorded,
             force=force,
+            protected=[] if config is None else [config],
             command=command,
         )
         typer.echo(result)

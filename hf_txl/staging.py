@@ -17,8 +17,9 @@ def new_or_forced(force: bool, sources: Iterable[str | Path]) -> Callable[[Path]
         if not output.is_dir() or output.is_symlink():
             raise FileExistsError(f"`output` must be a folder, but {output} is none.")
         for source in sources:
-            if output.resolve() in [Path(source).resolve(), *Path(source).resolve().parents]:
-                raise FileExistsError(f"`output` must not hold the source, but {output} does.")
+            path = Path(source).expanduser().resolve()
+            if output.resolve() in [path, *path.parents]:
+                raise FileExistsError(f"`output` must not hold the source, but {output} does ({source}).")
         if not force and any(output.iterdir()):
             raise FileExistsError(f"`output` must be new or empty, but {output} is not; `force` replaces it.")
 

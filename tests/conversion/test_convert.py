@@ -330,6 +330,30 @@ def test_the_source_is_neither_changed_nor_overwritten(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+@pytest.mark.parametrize("where", ["source", "--vocabulary", "--recorded", "--config"])
+@pytest.mark.parametrize("from_home", [True, False])
+def test_force_never_deletes_what_the_command_reads(
+    where: str, from_home: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However its path is written."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    output = tmp_path / "out"
+    output.mkdir()
+    precious = output / "file"
+    files = {"source": GOOD, "--recorded": GOOD.with_name("expected.safetensors")}
+    if where == "--config":
+        precious.write_text('{"mem_len": 8}', encoding="utf-8")
+    else:
+        shutil.copy(files.get(where, FIXTURES / "vocabularies" / "txl-cache-pt" / "cache.pt"), precious)
+    content = precious.read_bytes()
+    written = "~/out/file" if from_home and where == "source" else str(precious)
+    arguments = [written] if where == "source" else [str(GOOD), where, written]
+    result = run(*arguments, output, "--force")
+    assert result.exit_code == 2
+    assert "must not hold the source" in result.output
+    assert precious.read_bytes() == content
+
+
 def test_a_failure_while_writing_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_txl.conversion import convert as module
 

@@ -155,3 +155,26 @@ def test_the_hash_is_that_of_the_whole_file(tmp_path: Path) -> None:
     content = bytes(range(256)) * 20_000
     (tmp_path / "file").write_bytes(content)
     assert sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_passes_no_comparison(value: float, tmp_path: Path) -> None:
+    case = pytorch_case("xl-enwik8")
+    tensors = torch.load(case.folder / "state_dict.pt")
+    tensors["r_w_bias"][0, 0] = value
+    torch.save(tensors, tmp_path / "model.pt")
+    given = [
+        f"--set={name}={str(case.fields[name]).lower()}"
+        for name in ("mem_len", "clamp_len", "same_length", "pre_lnorm")
+    ]
+    for check in (["--verify"], ["--recorded", str(case.folder / "expected.safetensors")]):
+        command = ["convert", str(tmp_path / "model.pt"), str(tmp_path / "out"), *given, *check]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2
+        assert "must agree" in result.output and "inf" in result.output
+        assert not (tmp_path / "out").exists()
+
+
+def test_inputs_without_outputs_are_no_comparison(model: TransfoXLForCausalLM) -> None:
+    with pytest.raises(ValueError, match="must hold outputs to compare"):
+        verify_recorded(model, {"seg0.input_ids": torch.zeros(1, 3, dtype=torch.long)})
