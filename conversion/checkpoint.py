@@ -20,7 +20,7 @@ from .key_rules import FORMATS
 from .read_pytorch import StoredObject, module_tensors, read_file
 from .read_tensorflow import find_prefix, index_of, read_checkpoint
 from .state_dict import Shapes
-from .vocabulary import FILES
+from .vocabulary import file_in
 
 # what the codes call their files; a TensorFlow bundle is known by its .index
 WEIGHT_FILES = (
@@ -325,7 +325,8 @@ def _arguments_in(log: Path) -> dict[str, Any]:
 def vocabulary_beside(path: Path) -> Path | None:
     """A vocabulary file in the folder of a checkpoint."""
     folder = path if path.is_dir() else path.parent
-    return next((folder / name for name in ("tokenizer.json", *FILES) if (folder / name).is_file()), None)
+    tokenizer = folder / "tokenizer.json"
+    return tokenizer if tokenizer.is_file() else file_in(folder)
 
 
 def _is_state_dict(value: Any) -> bool:

@@ -31,7 +31,7 @@ from .key_rules import FORMATS
 from .settings import Settings
 from .state_dict import Account, Fitting, Shapes, State
 from .verify import TOLERANCE, Differences, verify_recorded, verify_with_source
-from .vocabulary import Vocabulary, read_vocabulary
+from .vocabulary import read_vocabulary
 
 # files of a tokenizer that transformers 5 reads as they are
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
@@ -297,7 +297,7 @@ def _tokenizer(
     if isinstance(source, str | Path) and Path(source).name == "tokenizer.json":
         folder = Path(source).parent
         return lambda target: _copy(folder, target), "that of the source, as it is"
-    vocabulary: Vocabulary = read_vocabulary(source)
+    vocabulary = read_vocabulary(source)
     if len(vocabulary) != config.vocab_size:
         where = source if isinstance(source, str | Path) else "that of the checkpoint"
         raise ValueError(

@@ -12,7 +12,7 @@ from hf_txl import TransfoXLConfig
 from hf_txl.configuration_transfo_xl import ATTENTION_KINDS
 
 from .checkpoint import Checkpoint
-from .state_dict import Shapes
+from .state_dict import Shapes, is_same
 
 Fields = dict[str, Any]
 
@@ -243,8 +243,7 @@ def _ends(sizes: list[int]) -> list[int]:
 
 
 def _is_tied(tensors: Mapping[str, torch.Tensor], name: str, first: str) -> bool:
-    """Whether a weight is another one, by its memory or else by its values; one that is not there is."""
+    """Whether a weight is another one; one that is not there is."""
     if name not in tensors or first not in tensors:
         return name not in tensors
-    tensor, other = tensors[name], tensors[first]
-    return tensor.shape == other.shape and (tensor.data_ptr() == other.data_ptr() or torch.equal(tensor, other))
+    return is_same(tensors[name], tensors[first])

@@ -6,7 +6,7 @@ are known, all of them, before any data is read.
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -140,6 +140,17 @@ def entries(rules: Format, config: TransfoXLConfig) -> list[Entry]:
     ]
 
 
+def _entries_of(rules: Format, config: TransfoXLConfig, weights: Iterable[str]) -> list[Entry]:
+    """Those of a model with these weights: a classifier has no softmax, and a language model no score."""
+    there = set(weights)
+    return [entry for entry in entries(rules, config) if there.issuperset(entry.targets)]
+
+
+def is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are one, by their memory or else by their values."""
+    return tensor.shape == other.shape and (tensor.data_ptr() == other.data_ptr() or torch.equal(tensor, other))
+
+
 # --- accounting
 
 
@@ -197,8 +208,7 @@ class Fitting:
 
     def __init__(self, rules: Format, config: TransfoXLConfig, found: Shapes, wanted: Shapes) -> None:
         self.config = config
-        # a classifier has no softmax, and a language model no score
-        self.entries = [entry for entry in entries(rules, config) if all(target in wanted for target in entry.targets)]
+        self.entries = _entries_of(rules, config, wanted)
         self.expected: Shapes = {}
         for entry in self.entries:
             weights = [torch.empty(wanted[target], device="meta") for target in entry.targets]
@@ -238,8 +248,7 @@ class Fitting:
         """
         self.account.raise_if_incomplete()
         for name, first in self.account.repeated.items():
-            repeated, tensor = sources[name], sources[self.names[first]]
-            if repeated.data_ptr() != tensor.data_ptr() and not torch.equal(repeated, tensor):
+            if not is_same(sources[name], sources[self.names[first]]):
                 self.account.different.append(f"`{name}` and `{self.names[first]}`")
         self.account.raise_if_incomplete()
         state: State = {}
@@ -252,10 +261,9 @@ class Fitting:
 def to_source(rules: Format, config: TransfoXLConfig, weights: Mapping[str, torch.Tensor]) -> State:
     """The tensors of a source that holds these weights, tied ones once: the inverse of `Fitting.read`."""
     state: State = {}
-    for entry in entries(rules, config):
-        if all(target in weights for target in entry.targets):
-            tensors = entry.layout.to_source([weights[target] for target in entry.targets], config)
-            state |= dict(zip(entry.sources, tensors, strict=True))
+    for entry in _entries_of(rules, config, weights):
+        tensors = entry.layout.to_source([weights[target] for target in entry.targets], config)
+        state |= dict(zip(entry.sources, tensors, strict=True))
     return state
 
 

@@ -108,21 +108,25 @@ def read_vocabulary(source: Any) -> Vocabulary:
     return _from_object(read_file(path), str(path), _settings_beside(path))
 
 
+def file_in(folder: Path) -> Path | None:
+    """The file of a vocabulary in a folder."""
+    return next((folder / name for name in FILES if (folder / name).is_file()), None)
+
+
 def _find(folder: Path) -> Path:
-    for name in FILES:
-        if (folder / name).is_file():
-            return folder / name
-    raise ValueError(f"{folder}: has no vocabulary; looked for {', '.join(FILES)}.")
+    if (path := file_in(folder)) is None:
+        raise ValueError(f"{folder}: has no vocabulary; looked for {', '.join(FILES)}.")
+    return path
 
 
 def _with_corpus_info(path: Path) -> Vocabulary:
     """The file of the TensorFlow code that gives the size of a vocabulary, which is in a file beside it."""
-    vocabulary = read_vocabulary(_find(path.parent))
+    file = _find(path.parent)
+    vocabulary = read_vocabulary(file)
     stated = json.loads(path.read_text(encoding="utf-8")).get("vocab_size")
     if stated != len(vocabulary):
         raise ValueError(
-            f"{path}: `vocab_size` must be the number of symbols in {_find(path.parent).name} "
-            f"({len(vocabulary)}), but is {stated}."
+            f"{path}: `vocab_size` must be the number of symbols in {file.name} ({len(vocabulary)}), but is {stated}."
         )
     return vocabulary
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -10,12 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from hf_txl import TransfoXLConfig, TransfoXLForCausalLM
+from hf_txl import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLMemory
 from hf_txl.cli import app
+from hf_txl.conversion import verify
 from hf_txl.conversion.card import sha256
 from hf_txl.conversion.verify import verify_recorded, verify_with_source
 from tests.helpers import FIXTURES
-from tests.parity.recorded_cases import pytorch_case
+from tests.parity.recorded_cases import Recorded, pytorch_case
 
 CASE = "xl-wt103-large"
 GOOD = FIXTURES / "pytorch_original" / CASE
@@ -28,6 +31,12 @@ def model() -> TransfoXLForCausalLM:
     model = TransfoXLForCausalLM(TransfoXLConfig(**recorded.fields)).eval()
     model.load_state_dict(recorded.state)
     return model
+
+
+def needed_by_a_state_dict(case: Recorded) -> list[str]:
+    """The options for what it does not tell."""
+    names = ("mem_len", "clamp_len", "same_length", "pre_lnorm")
+    return [f"--set={name}={json.dumps(case.fields[name])}" for name in names]
 
 
 def changed(outputs: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
@@ -93,22 +102,16 @@ def test_a_weight_of_the_softmax_that_differs_shows_in_scores_alone(model: Trans
     assert differences["hidden states"] < 1e-5
 
 
-def test_what_differs_with_a_memory_only_is_found() -> None:
+def test_what_differs_with_a_memory_only_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of at most 6 tokens: only behind a memory are distances above 6 looked at."""
     state = pytorch_case(CASE).state
     reference = TransfoXLForCausalLM(TransfoXLConfig(**{**pytorch_case(CASE).fields, "clamp_len": -1})).eval()
     reference.load_state_dict(state)
     assert verify_with_source(reference, state, progress=False)["hidden states"] < 1e-5
     # the slow reading takes the length from the configuration; the memory of the model is given another one
-    from hf_txl.conversion import verify
-
-    made = verify.TransfoXLMemory
-    try:
-        verify.TransfoXLMemory = lambda config, **lengths: made(config, clamp_len=6, **lengths)
-        alone = verify_with_source(reference, state, segments=(5,), progress=False)
-        with_memory = verify_with_source(reference, state, segments=(5, 3, 6), progress=False)
-    finally:
-        verify.TransfoXLMemory = made
+    monkeypatch.setattr(verify, "TransfoXLMemory", functools.partial(TransfoXLMemory, clamp_len=6))
+    alone = verify_with_source(reference, state, segments=(5,), progress=False)
+    with_memory = verify_with_source(reference, state, segments=(5, 3, 6), progress=False)
     assert alone["hidden states"] < 1e-5
     assert with_memory["hidden states"] > 1e-4
 
@@ -140,11 +143,9 @@ def test_of_several_precisions_the_widest_is_kept(tmp_path: Path) -> None:
     wide = "layers.1.dec_attn.o_net.weight"
     tensors[wide] = torch.load(case.folder / "state_dict.pt")[wide]
     torch.save(tensors, tmp_path / "mixed.pt")
-    given = [
-        f"--set={name}={str(case.fields[name]).lower()}"
-        for name in ("mem_len", "clamp_len", "same_length", "pre_lnorm")
-    ]
-    result = CliRunner().invoke(app, ["convert", str(tmp_path / "mixed.pt"), str(tmp_path / "out"), *given])
+    result = CliRunner().invoke(
+        app, ["convert", str(tmp_path / "mixed.pt"), str(tmp_path / "out"), *needed_by_a_state_dict(case)]
+    )
     assert result.exit_code == 0, result.output
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
@@ -163,12 +164,8 @@ def test_a_weight_that_is_no_number_passes_no_comparison(value: float, tmp_path:
     tensors = torch.load(case.folder / "state_dict.pt")
     tensors["r_w_bias"][0, 0] = value
     torch.save(tensors, tmp_path / "model.pt")
-    given = [
-        f"--set={name}={str(case.fields[name]).lower()}"
-        for name in ("mem_len", "clamp_len", "same_length", "pre_lnorm")
-    ]
     for check in (["--verify"], ["--recorded", str(case.folder / "expected.safetensors")]):
-        command = ["convert", str(tmp_path / "model.pt"), str(tmp_path / "out"), *given, *check]
+        command = ["convert", str(tmp_path / "model.pt"), str(tmp_path / "out"), *needed_by_a_state_dict(case), *check]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 2
         assert "must agree" in result.output and "inf" in result.output
