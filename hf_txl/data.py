@@ -6,14 +6,21 @@ the original PyTorch code). It is apart from training since evaluation and other
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.utils.data import IterableDataset, get_worker_info
 
+from .corpus import COLUMN, as_tokens, read_tokens
+
 LOSSES = ("full", "half")
+# of random segment lengths: `std` and `min_len` of the original's `get_varlen_iter`
+DEVIATION = 5
+SHORTEST = 5
 # a target that is not scored
 IGNORED = -100
 
@@ -34,21 +41,13 @@ def num_unscored(length: int, loss: str) -> int:
     return length // 2 if loss == "half" else 0
 
 
-def _as_tokens(token_ids: torch.Tensor | np.ndarray | Sequence[int]) -> torch.Tensor:
-    tokens = torch.as_tensor(token_ids)
-    if tokens.dim() != 1:
-        raise ValueError(f"`token_ids` must have one dimension, time, but has shape {list(tokens.shape)}.")
-    if tokens.numel() and (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool):
-        raise ValueError(f"`token_ids` must hold integers, but has dtype {tokens.dtype}.")
-    return tokens.long()
-
-
 class TokenStreams(IterableDataset):
     """One long text as `batch_size` streams that are read in parallel.
 
     Row r of a batch reads piece r of the text, `len(token_ids) // batch_size` tokens (what is left over at the end is
-    dropped). Every token of a piece but its first is a target exactly once, whatever the segment length; with
-    `loss="half"` only those in the recent half of a segment are, and all tokens are read.
+    dropped). Every token of a piece but its first is a target exactly once, whatever the segment length, so a piece of
+    N tokens has N - 1 targets; with `loss="half"` only those in the recent half of a segment are, and all tokens are
+    read.
 
     Items come segment-major: all rows of a segment, then all rows of the next. A `DataLoader` with the same
     `batch_size` (`per_device_train_batch_size` of `Trainer`, times the number of processes) thus makes batches whose
@@ -61,7 +60,9 @@ class TokenStreams(IterableDataset):
     by which `Trainer` sees that there is a loss. Given both, the model uses `shift_labels`.
 
     Args:
-        token_ids (`torch.Tensor` of shape `(num_tokens,)` or sequence of `int`): The text.
+        token_ids (`torch.Tensor` or array of shape `(num_tokens,)`, sequence of `int`, or `datasets.Dataset`):
+            The text. A data set has a column `input_ids` of lists, which follow each other
+            ([`~hf_txl.corpus.tokenize_corpus`] makes one); it is read from its file, as is an `np.memmap`.
         batch_size (`int`): Rows of a batch.
         segment_length (`int`): Tokens of a row in one batch.
         drop_last (`bool`, defaults to `False`):
@@ -71,6 +72,14 @@ class TokenStreams(IterableDataset):
             `"half"` leaves the first half of each segment out of the loss: its `shift_labels` are -100. The rule for
             odd lengths and the source are those of [`num_unscored`]; a shorter last segment is halved by its own
             length.
+        varlen (`bool`, defaults to `False`):
+            Segments of random length, the original's `--varlen`: normal about `segment_length`, in one case of twenty
+            about half of it, with a standard deviation of 5, at least 5 and at most `segment_length + 15` tokens. The
+            lengths of an epoch are those of every other one in another order.
+        seed (`int`, defaults to 0): Seed of these lengths.
+        mark_starts (`bool`, defaults to `False`):
+            Add `reset_memory` to each item, a boolean of shape `()`: whether its row begins here, so that its memory
+            must be reset before the segment is read. True in the first segment.
 
     Example:
 
@@ -84,62 +93,255 @@ class TokenStreams(IterableDataset):
 
     def __init__(
         self,
-        token_ids: torch.Tensor | np.ndarray | Sequence[int],
+        token_ids: Any,
         batch_size: int,
         segment_length: int,
         *,
         drop_last: bool = False,
         loss: str = "full",
+        varlen: bool = False,
+        seed: int = 0,
+        mark_starts: bool = False,
     ):
         super().__init__()
-        for name, size in (("batch_size", batch_size), ("segment_length", segment_length)):
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"`{name}` must be an int of at least 1, but is {size!r}.")
+        check_sizes(batch_size=batch_size, segment_length=segment_length)
         num_unscored(segment_length, loss)
-        tokens = _as_tokens(token_ids)
-        length = len(tokens) // batch_size
-        needed = 1 + (segment_length if drop_last else 1)
-        if length < needed:
+        self.tokens = as_tokens(token_ids)
+        self.row_length = len(self.tokens) // batch_size
+        longest = segment_length + 3 * DEVIATION if varlen else segment_length
+        needed = 1 + (longest if drop_last else 1)
+        if self.row_length < needed:
             raise ValueError(
                 f"`token_ids` must hold at least {needed} tokens for each of `batch_size` ({batch_size}) rows, "
-                f"{needed * batch_size} in all, but has {len(tokens)}."
+                f"{needed * batch_size} in all, but has {len(self.tokens)}."
             )
         self.batch_size = batch_size
         self.segment_length = segment_length
         self.loss = loss
-        # (num_tokens,) -> (batch, length)
-        self.rows = tokens[: batch_size * length].view(batch_size, length)
-        num_targets = length - 1
-        self.num_segments = num_targets // segment_length if drop_last else -(-num_targets // segment_length)
+        self.seed = seed
+        self.mark_starts = mark_starts
+        # targets before each segment, and of all of them
+        self._starts = _segment_starts(self.row_length - 1, segment_length, drop_last, seed if varlen else None)
+        self.num_segments = len(self._starts) - 1
+        self._varlen = varlen
+        # shared, so that worker processes that live longer than an epoch see it change
+        self._epoch = torch.zeros((), dtype=torch.long).share_memory_()
+        self._ordered: tuple[int, np.ndarray] = 0, self._starts
 
     def __len__(self) -> int:
         """Number of items: segments times rows."""
         return self.num_segments * self.batch_size
 
-    def _segment(self, index: int) -> dict[str, torch.Tensor]:
-        start = index * self.segment_length
-        stop = min(start + self.segment_length, self.rows.shape[1] - 1)
-        # copies, so that nobody writes into the text
-        input_ids, targets = self.rows[:, start:stop].clone(), self.rows[:, start + 1 : stop + 1].clone()
-        targets[:, : num_unscored(stop - start, self.loss)] = IGNORED
-        return {"input_ids": input_ids, "shift_labels": targets, "labels": input_ids.clone()}
+    def set_epoch(self, epoch: int) -> None:
+        """Which pass over the text comes next; the order of segment lengths depends on it if `varlen`."""
+        self._epoch.fill_(epoch)
+
+    def _starts_of_epoch(self) -> np.ndarray:
+        epoch = int(self._epoch)
+        if self._varlen and self._ordered[0] != epoch:
+            # the last one is what was left over; it stays where it is
+            lengths = np.diff(self._starts)
+            np.random.default_rng([self.seed, epoch]).shuffle(lengths[:-1])
+            self._ordered = epoch, np.concatenate([[0], np.cumsum(lengths)])
+        return self._ordered[1]
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Item `index` of the pass: row `index % batch_size` of segment `index // batch_size`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"`index` must be between 0 and {len(self) - 1}, but is {index}.")
+        segment, row = divmod(index, self.batch_size)
+        starts = self._starts_of_epoch()
+        first = row * self.row_length
+        # one token more than is read: the last target
+        ids = read_tokens(self.tokens, first + int(starts[segment]), first + int(starts[segment + 1]) + 1)
+        input_ids, targets = ids[:-1], ids[1:].clone()
+        targets[: num_unscored(len(targets), self.loss)] = IGNORED
+        item = {"input_ids": input_ids, "shift_labels": targets, "labels": input_ids.clone()}
+        if self.mark_starts:
+            item["reset_memory"] = torch.tensor(segment == 0)
+        return item
 
     def segments(self) -> Iterator[dict[str, torch.Tensor]]:
         """Whole batches, for loops without a `DataLoader`: the entries of an item, of shape `(batch_size, time)`."""
-        for index in range(self.num_segments):
-            yield self._segment(index)
+        for first in range(0, len(self), self.batch_size):
+            yield _stack([self[index] for index in range(first, first + self.batch_size)])
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         # a loader takes whole batches from its workers in turn, so each makes every n-th segment
         worker = get_worker_info()
         first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        for index in range(first, self.num_segments, step):
-            segment = self._segment(index)
+        for segment in range(first, self.num_segments, step):
+            for row in range(self.batch_size):
+                yield self[segment * self.batch_size + row]
+
+
+def check_sizes(**sizes: int) -> None:
+    """Refuse what is no size, by its name."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"`{name}` must be an int of at least 1, but is {size!r}.")
+
+
+def _stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _segment_starts(num_targets: int, segment_length: int, drop_last: bool, seed: int | None) -> np.ndarray:
+    """Where the segments of a row begin and the last one ends; of random length if there is a seed."""
+    if seed is None:
+        starts = np.arange(0, num_targets + 1, segment_length)
+    else:
+        generator = np.random.default_rng(seed)
+        # `get_varlen_iter` of the original code; more than enough, since few are shorter than the normal length
+        count = 2 * num_targets // max(segment_length, SHORTEST) + 10
+        means = np.where(generator.random(count) < 0.95, segment_length, segment_length / 2)
+        lengths = generator.normal(means, DEVIATION).astype(np.int64)
+        ends = np.cumsum(lengths.clip(SHORTEST, segment_length + 3 * DEVIATION))
+        starts = np.concatenate([[0], ends[ends <= num_targets]])
+    if starts[-1] < num_targets and not drop_last:
+        starts = np.append(starts, num_targets)
+    return starts
+
+
+class DocumentStreams(IterableDataset):
+    """Many texts as `batch_size` streams: a row whose text has ended goes on with the next one.
+
+    For corpora of documents or sentences, of known number or not (`datasets.IterableDataset`), which may be larger
+    than memory. Each text is read by one row, in the order in which rows become free. Items come segment-major, as
+    those of [`TokenStreams`], and hold what they hold and `reset_memory`, a boolean of shape `()`: whether the row
+    begins a new stream here, so that its memory must be reset before the segment is read. Where a row has fewer tokens
+    than the segment, all rows of it come with an `attention_mask`, 0 at the pads behind the last token, whose
+    `shift_labels` are -100.
+
+    Args:
+        documents (`Iterable[list[int]]`, `datasets.Dataset` or `datasets.IterableDataset`):
+            Token ids of each text; of a data set, its column `input_ids`. It is read again in every epoch.
+        batch_size (`int`): Rows of a batch.
+        segment_length (`int`): Tokens of a row in one batch.
+        separate (`bool`, defaults to `True`):
+            Whether each text is a stream of its own: nothing is remembered across its start, and one of n tokens has
+            n - 1 targets. Else the texts of a row follow each other without a border, as the original reads the
+            shuffled sentences of the One Billion Word corpus (`LMShuffledIterator`): a row of N tokens in all has
+            N - 1 targets.
+        shuffle (`bool`, defaults to `False`):
+            Read the texts in another order in every epoch. An `IterableDataset` shuffles by its own `shuffle`.
+        seed (`int`, defaults to 0): Seed of the order.
+        repeat (`bool`, defaults to `False`):
+            Begin again after the last text, without end, each time as the next epoch: for training a number of steps.
+
+    Example:
+
+    ```python
+    >>> streams = DocumentStreams([[1, 2, 3, 4], [5, 6], [7, 8, 9]], batch_size=2, segment_length=2)
+    >>> [segment["input_ids"].tolist() for segment in streams.segments()]
+    [[[1, 2], [5, 0]], [[3, 0], [7, 8]]]
+    ```
+    """
+
+    def __init__(
+        self,
+        documents: Any,
+        batch_size: int,
+        segment_length: int,
+        *,
+        separate: bool = True,
+        shuffle: bool = False,
+        seed: int = 0,
+        repeat: bool = False,
+    ):
+        super().__init__()
+        check_sizes(batch_size=batch_size, segment_length=segment_length)
+        if not isinstance(documents, Iterable) or isinstance(documents, Iterator):
+            raise ValueError(
+                f"`documents` must be something that can be read once per epoch, such as a list or a data set, "
+                f"but is a {type(documents).__name__}."
+            )
+        if shuffle and not hasattr(documents, "__getitem__"):
+            raise ValueError(
+                f"`shuffle` must be False for a {type(documents).__name__}, which has no numbered texts; "
+                "a `datasets.IterableDataset` has a method `shuffle`."
+            )
+        self.documents: Any = documents
+        self.batch_size = batch_size
+        self.segment_length = segment_length
+        self.separate = separate
+        self.shuffle = shuffle
+        self.seed = seed
+        self.repeat = repeat
+        self._epoch = torch.zeros((), dtype=torch.long).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which pass over the texts comes next; the order depends on it if the texts are shuffled."""
+        self._epoch.fill_(epoch)
+
+    def _texts(self, epoch: int) -> Iterator[torch.Tensor]:
+        """The texts of an epoch that have a target."""
+        documents = self.documents
+        if hasattr(documents, "set_epoch"):
+            documents.set_epoch(epoch)
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(documents))
+            documents = (documents[int(index)] for index in order)
+        for document in documents:
+            ids = read_tokens(as_tokens(document[COLUMN] if isinstance(document, Mapping) else document))
+            if len(ids) > (1 if self.separate else 0):
+                yield ids
+
+    def segments(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Whole batches, for loops without a `DataLoader`: the entries of an item, of shape `(batch_size, time)`."""
+        for epoch in count(int(self._epoch)):
+            is_empty = True
+            for segment in self._segments_of(self._texts(epoch)):
+                is_empty = False
+                yield segment
+            if not self.repeat:
+                return
+            if is_empty:
+                raise ValueError("`documents` must hold a text with a target, of at least 2 tokens, but has none.")
+
+    def _segments_of(self, texts: Iterator[torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+        length = self.segment_length
+        # per row: what has not been read, after its first token a target each; and whether nothing of it has
+        waiting = [torch.empty(0, dtype=torch.long)] * self.batch_size
+        is_new = [True] * self.batch_size
+        while True:
+            rows, reads = [], []
+            for row in range(self.batch_size):
+                if self.separate and len(waiting[row]) < 2:
+                    waiting[row], is_new[row] = next(texts, waiting[row]), True
+                while not self.separate and len(waiting[row]) <= length and (text := next(texts, None)) is not None:
+                    waiting[row] = torch.cat([waiting[row], text])
+                ids, targets = waiting[row][:length], waiting[row][1 : length + 1]
+                read = len(targets)
+                pads = length - read
+                rows.append(
+                    {
+                        "input_ids": F.pad(ids[:read], (0, pads)),
+                        "shift_labels": F.pad(targets, (0, pads), value=IGNORED),
+                        "labels": F.pad(ids[:read], (0, pads), value=IGNORED),
+                        "reset_memory": torch.tensor(is_new[row]),
+                        "attention_mask": F.pad(torch.ones(read, dtype=torch.long), (0, pads)),
+                    }
+                )
+                waiting[row], is_new[row] = waiting[row][read:], False
+                reads.append(read)
+            if not any(reads):
+                return
+            batch = _stack(rows)
+            if min(reads) == length:
+                del batch["attention_mask"]
+            yield batch
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        # which row reads a text depends on all before it, so every worker lays out all and gives its part
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for segment in islice(self.segments(), first, None, step):
             for row in range(self.batch_size):
                 yield {name: tensor[row] for name, tensor in segment.items()}
 
 
-def check_frequency_order(token_ids: torch.Tensor | np.ndarray | Sequence[int], config: Any) -> list[float]:
+def check_frequency_order(token_ids: Any, config: Any) -> list[float]:
     """Warn where a cluster of the vocabulary is used more than a bucket before it.
 
     Adaptive embedding and softmax expect a vocabulary sorted by falling frequency: tokens below the first cutoff have
@@ -147,13 +349,13 @@ def check_frequency_order(token_ids: torch.Tensor | np.ndarray | Sequence[int], 
     `cutoffs=[10, 50]`, ids 0 to 9 should be the most frequent tokens of the training text and 50 to 99 the rarest.
 
     Args:
-        token_ids (`torch.Tensor` of shape `(num_tokens,)` or sequence of `int`): The training text, or much of it.
+        token_ids: The training text, or much of it; as for [`TokenStreams`].
         config (`TransfoXLConfig`): Configuration with `bucket_ends`.
 
     Returns:
         `list[float]`: How often a token of each bucket occurs on average: occurrences divided by bucket size.
     """
-    tokens = _as_tokens(token_ids)
+    tokens = read_tokens(as_tokens(token_ids))
     if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < config.vocab_size:
         raise ValueError(
             f"`token_ids` must be between 0 and {config.vocab_size - 1} (`vocab_size` {config.vocab_size}), but has "
@@ -177,4 +379,4 @@ def check_frequency_order(token_ids: torch.Tensor | np.ndarray | Sequence[int], 
     return rates
 
 
-__all__ = ["TokenStreams", "check_frequency_order", "num_unscored"]
+__all__ = ["DocumentStreams", "TokenStreams", "check_frequency_order", "num_unscored"]

@@ -22,7 +22,7 @@ import torch
 from tqdm.auto import tqdm
 
 from .cache_transfo_xl import TransfoXLMemory
-from .data import IGNORED, num_unscored
+from .data import IGNORED, check_sizes, num_unscored
 from .modeling_transfo_xl import TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLPreTrainedModel
 
 
@@ -70,12 +70,6 @@ def _inference(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"`{name}` must be an int of at least 1, but is {size!r}.")
 
 
 def _token_list(name: str, token_ids: Any, vocab_size: int) -> torch.Tensor:
@@ -150,7 +144,7 @@ def evaluate_stream(
     >>> score.loss, score.perplexity, score.predictions
     ```
     """
-    _check_sizes(segment_length=segment_length, batch_size=batch_size)
+    check_sizes(segment_length=segment_length, batch_size=batch_size)
     num_unscored(segment_length, loss)
     config = model.config
     ext_len = config.ext_len if ext_len is None else ext_len
@@ -272,7 +266,7 @@ def score_sequences(
     """
     if mode not in ("independent", "stream"):
         raise ValueError(f"`mode` must be 'independent' or 'stream', but is {mode!r}.")
-    _check_sizes(batch_size=batch_size, segment_length=segment_length)
+    check_sizes(batch_size=batch_size, segment_length=segment_length)
     vocab_size = model.config.vocab_size
     texts = _token_lists("sequences", sequences, vocab_size)
     prefix = _token_list("context", [] if context is None else context, vocab_size)
@@ -395,7 +389,7 @@ def embed_documents(
     Returns:
         `torch.Tensor` of shape `(num_documents, d_model)` on the model's device.
     """
-    _check_sizes(segment_length=segment_length, batch_size=batch_size)
+    check_sizes(segment_length=segment_length, batch_size=batch_size)
     texts = _token_lists("documents", documents, model.config.vocab_size)
     for index, text in enumerate(texts):
         if len(text) == 0:

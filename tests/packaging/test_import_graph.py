@@ -47,8 +47,9 @@ FLAT = {
 LIBRARY = {
     **FLAT,
     "staging": set(),
-    "data": {"tokenization_transfo_xl"},
-    "training": {"data", "modeling_transfo_xl"},
+    "corpus": {"tokenization_transfo_xl"},
+    "data": {"corpus"},
+    "training": {"cache_transfo_xl", "corpus", "data", "scoring"},
     "scoring": {"modeling_transfo_xl", "cache_transfo_xl", "tokenization_transfo_xl", "data"},
     "text_generation": {"modeling_transfo_xl", "cache_transfo_xl", "tokenization_transfo_xl"},
     "publishing": set(FLAT),

@@ -1,0 +1,205 @@
+"""Train a Transformer-XL on text files, or go on training one, with the library's `Trainer`.
+
+    hf-txl build-tokenizer train.txt --output tokenizer --max-size 50000
+    python examples/train.py --train_file train.txt --validation_file valid.txt --tokenizer tokenizer \\
+        --recipe examples/recipes/wt103_base.json --set n_layer=6 cutoffs=[5000,20000] --output_dir runs/small
+
+    torchrun --nproc_per_node 8 examples/train.py …     # one process per device; `accelerate launch` works too
+    python examples/train.py … --resume                 # goes on from the last whole checkpoint of the output folder
+    python examples/train.py … --model my_model         # goes on training a model, with its tokenizer
+
+A recipe is a JSON file with published settings: a model's architecture, its training, and how many streams all
+processes read together. Every setting of it can be changed: those of the model by `--set name=value …`, those of the
+training by an option of the same name (`--help` lists them), the streams by `--batch_size`.
+
+The output folder gets the model with its tokenizer, `results.json` (learning curve, evaluations, settings, machine)
+and `curves.png`, a plot, where matplotlib is installed.
+"""
+
+import json
+import math
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoTokenizer, HfArgumentParser
+
+import hf_txl
+from hf_txl.corpus import tokenize_corpus
+from hf_txl.scoring import evaluate_stream
+from hf_txl.tokenization_transfo_xl import build_vocabulary
+from hf_txl.training import TransfoXLTrainer, TransfoXLTrainingArguments
+
+MODES = {
+    "moses": ("<eos>", "<unk>"),
+    "pretokenized": ("<eos>", "<unk>"),
+    "characters": ("<unk>",),
+    "bytes": ("<unk>",),
+}
+
+
+@dataclass
+class DataArguments:
+    """What is trained, and on what."""
+
+    train_file: list[str] = field(metadata={"help": "Text files, UTF-8, read one after the other."})
+    validation_file: str | None = field(default=None, metadata={"help": "A text file to evaluate on."})
+    recipe: str | None = field(default=None, metadata={"help": "JSON file with published settings."})
+    model: str | None = field(default=None, metadata={"help": "Folder or Hub name of a model to go on training."})
+    set: list[str] = field(default_factory=list, metadata={"help": "Settings of a new model, name=value."})
+    tokenizer: str | None = field(
+        default=None,
+        metadata={"help": f"A tokenizer's folder, or how to make one of the training text: {', '.join(MODES)}."},
+    )
+    max_size: int | None = field(default=None, metadata={"help": "Largest vocabulary of a tokenizer that is made."})
+    batch_size: int | None = field(default=None, metadata={"help": "Streams of all processes together."})
+    streaming: bool = field(default=False, metadata={"help": "Tokenise while reading, and write nothing."})
+    num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenise."})
+    mem_lens: list[int] = field(
+        default_factory=list, metadata={"help": "After the training, evaluate with memories of these lengths."}
+    )
+    resume: bool = field(default=False, metadata={"help": "Go on from the last whole checkpoint."})
+
+
+def read_arguments() -> tuple[DataArguments, TransfoXLTrainingArguments, dict[str, Any]]:
+    """Options over the recipe over the defaults; the recipe's settings of the model."""
+    parser = HfArgumentParser([DataArguments, TransfoXLTrainingArguments], description=__doc__.splitlines()[0])
+    recipe_parser = HfArgumentParser([], add_help=False)
+    recipe_parser.add_argument("--recipe")
+    name = recipe_parser.parse_known_args()[0].recipe
+    recipe = json.loads(Path(name).read_text(encoding="utf-8")) if name else {}
+    known = {"tokenizer", "batch_size"}
+    parser.set_defaults(**recipe.get("training", {}), **{key: recipe[key] for key in known & recipe.keys()})
+    data, args = parser.parse_args_into_dataclasses()
+    if data.batch_size is not None:
+        if data.batch_size % args.world_size:
+            raise SystemExit(
+                f"--batch_size must be a multiple of the number of processes ({args.world_size}), but is "
+                f"{data.batch_size}."
+            )
+        args.per_device_train_batch_size = data.batch_size // args.world_size
+    settings = dict(recipe.get("model", {}))
+    for pair in data.set:
+        key, found, value = pair.partition("=")
+        if not found:
+            raise SystemExit(f"--set must be name=value, but is {pair!r}.")
+        try:
+            settings[key] = json.loads(value)
+        except ValueError:
+            settings[key] = value
+    return data, args, settings
+
+
+def find_tokenizer(data: DataArguments, args: TransfoXLTrainingArguments) -> Any:
+    """The tokenizer of a folder or of the model, or a new one of the training text."""
+    if data.tokenizer not in MODES:
+        source = data.tokenizer or data.model
+        if source is None:
+            raise SystemExit(f"--tokenizer must be a folder or one of {', '.join(MODES)}, but is not given.")
+        return AutoTokenizer.from_pretrained(source)
+    folder = Path(args.output_dir) / "tokenizer"
+    with args.main_process_first(desc="counting symbols"):
+        if not (folder / "tokenizer.json").is_file():
+            paths = [Path(path) for path in data.train_file]
+            symbols = build_vocabulary(paths, data.tokenizer, max_size=data.max_size, special=MODES[data.tokenizer])
+            hf_txl.TransfoXLTokenizer.from_vocabulary(symbols, data.tokenizer).save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def evaluations(trainer: TransfoXLTrainer, tokens: torch.Tensor, mem_lens: list[int]) -> list[dict[str, Any]]:
+    """Loss of the validation text by length of the memory, in segments of the training's length."""
+    rows = []
+    for mem_len in mem_lens:
+        score = evaluate_stream(
+            trainer.accelerator.unwrap_model(trainer.model),
+            tokens,
+            segment_length=trainer.args.segment_length,
+            batch_size=trainer.args.per_device_eval_batch_size,
+            mem_len=mem_len,
+        )
+        rows.append({"mem_len": mem_len, "loss": score.loss, "perplexity": score.perplexity})
+        rows[-1] |= {"bits_per_token": score.bits_per_token, "predictions": score.predictions}
+        print(f"memory {mem_len:5d}: perplexity {score.perplexity:.3f}, {score.bits_per_token:.4f} bits per token")
+    return rows
+
+
+def write_results(trainer: TransfoXLTrainer, by_memory: list[dict[str, Any]]) -> None:
+    """`results.json`, and the learning curve as a picture."""
+    folder, history = Path(trainer.args.output_dir), trainer.state.log_history
+    results = {
+        "history": history,
+        "by_memory": by_memory,
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "model": trainer.model.config.to_diff_dict(),
+        "training": {
+            name: getattr(trainer.args, name)
+            for name in (
+                *(
+                    "segment_length",
+                    "max_steps",
+                    "warmup_steps",
+                    "learning_rate",
+                    "max_grad_norm",
+                    "seed",
+                    "world_size",
+                ),
+                *("per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "torch_compile"),
+            )
+        },
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hf_txl": hf_txl.__version__,
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {trainer.args.device}",
+    }
+    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for key, name in (("loss", "training"), ("eval_loss", "validation")):
+        points = [(entry["step"], entry[key] / math.log(2)) for entry in history if key in entry]
+        axes.plot(*zip(*points, strict=True), label=name) if points else None
+    axes.set(xlabel="step", ylabel="bits per token")
+    axes.legend()
+    figure.savefig(folder / "curves.png", dpi=120)
+
+
+def main() -> None:
+    """Tokenise, train, evaluate, save."""
+    data, args, settings = read_arguments()
+    tokenizer = find_tokenizer(data, args)
+
+    def tokens(path: list[str] | str, streaming: bool = False) -> Any:
+        with args.main_process_first(desc="tokenizing"):
+            return tokenize_corpus(path, tokenizer, num_proc=data.num_proc, streaming=streaming)
+
+    train = tokens(data.train_file, data.streaming)
+    validation = None if data.validation_file is None else tokens(data.validation_file)
+    if data.model is not None:
+        model = hf_txl.TransfoXLForCausalLM.from_pretrained(data.model)
+    else:
+        # the same weights in every process
+        transformers.set_seed(args.seed)
+        eos = tokenizer.convert_tokens_to_ids("<eos>") if "<eos>" in tokenizer.get_vocab() else None
+        config = hf_txl.TransfoXLConfig(**{"vocab_size": len(tokenizer), "eos_token_id": eos, **settings})
+        model = hf_txl.TransfoXLForCausalLM(config)
+    trainer = TransfoXLTrainer(model, args, train_dataset=train, eval_dataset=validation, processing_class=tokenizer)
+    trainer.train(resume_from_checkpoint=data.resume)
+    trainer.save_model()
+    if validation is not None:
+        trainer.log_metrics("eval", trainer.evaluate())
+    if trainer.is_world_process_zero():
+        by_memory = (
+            [] if validation is None else evaluations(trainer, hf_txl.corpus.as_tokens(validation)[:], data.mem_lens)
+        )
+        write_results(trainer, by_memory)
+    if args.push_to_hub:
+        trainer.push_to_hub()
+
+
+if __name__ == "__main__":
+    main()

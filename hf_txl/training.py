@@ -1,0 +1,436 @@
+"""Training with memory in the library's `Trainer`: data in streams, a memory that goes on from step to step.
+
+A memory is right only if each row of a batch continues the one before it, on every process, in every step, after a
+resumption too. [`TransfoXLTrainer`] lays the text out accordingly, carries one memory per process, evaluates as the
+paper does and saves with each checkpoint where every stream was. What is measured on the way (losses, clipping,
+schedules, several processes, precision, uploads) is the library's.
+"""
+
+import copy
+import json
+import math
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.utils.data import DataLoader, Dataset, SequentialSampler
+from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SchedulerType
+
+from .cache_transfo_xl import TransfoXLMemory
+from .corpus import COLUMN, as_tokens, read_tokens
+from .data import DocumentStreams, TokenStreams
+from .scoring import evaluate_stream, score_sequences
+
+LAYOUTS = ("stream", "documents", "sentences")
+TRAINER_STATE = "trainer_state.json"
+
+
+@dataclass
+class TransfoXLTrainingArguments(TrainingArguments):
+    """Arguments of [`TransfoXLTrainer`]: those of the library, with the paper's recipe as defaults, and the streams.
+
+    The recipe is that of the original's `run_wt103_base.sh`: Adam with learning rate 2.5e-4, falling along a cosine,
+    gradients clipped at 0.25, no weight decay (where it is set, biases, normalisations and the two attention biases
+    have none). Its other schedule is `lr_scheduler_type="inverse_sqrt"`; large models warm up (`warmup_steps`).
+
+    `per_device_train_batch_size` is the number of streams of a process: what is carried over on each of them does not
+    depend on `gradient_accumulation_steps`, whose parts follow each other in time.
+
+    Args:
+        segment_length (`int`, defaults to 150): Tokens of a stream in one forward call, L.
+        mem_len, clamp_len, same_length (*optional*): As for [`TransfoXLMemory`]; default: the model's configuration.
+        layout (`str`, defaults to `"stream"`):
+            How the rows of a data set become streams: `"stream"`: as one long text, which is cut into as many pieces
+            as there are streams ([`TokenStreams`]; one that is read from an `IterableDataset` cannot be cut, and each
+            stream takes its next row instead); `"documents"`: each row is a stream of its own, nothing is remembered
+            from another ([`DocumentStreams`]); `"sentences"`: rows in random order, behind each other, as in the One
+            Billion Word corpus.
+        varlen (`bool`, defaults to `False`): Segments of random length ([`TokenStreams`]).
+        eval_segment_length, eval_mem_len, eval_clamp_len, eval_same_length (*optional*):
+            The same for evaluation; the paper evaluates with a longer memory and `same_length=True`. Default: as in
+            training.
+    """
+
+    learning_rate: float = field(default=2.5e-4, metadata={"help": "Highest learning rate."})
+    lr_scheduler_type: SchedulerType | str = field(default="cosine", metadata={"help": "Schedule of the rate."})
+    max_grad_norm: float = field(default=0.25, metadata={"help": "Largest norm of the gradient."})
+    # it would drop the targets
+    remove_unused_columns: bool = field(default=False, metadata={"help": "Must be False."})
+    segment_length: int = field(default=150, metadata={"help": "Tokens of a stream in one forward call."})
+    mem_len: int | None = field(default=None, metadata={"help": "Positions of memory in training."})
+    clamp_len: int | None = field(default=None, metadata={"help": "Largest distance in training; below 1: none."})
+    same_length: bool | None = field(default=None, metadata={"help": "Equal numbers of keys in training."})
+    layout: str = field(default="stream", metadata={"help": f"One of {', '.join(LAYOUTS)}."})
+    varlen: bool = field(default=False, metadata={"help": "Segments of random length."})
+    eval_segment_length: int | None = field(default=None, metadata={"help": "Tokens per call in evaluation."})
+    eval_mem_len: int | None = field(default=None, metadata={"help": "Positions of memory in evaluation."})
+    eval_clamp_len: int | None = field(default=None, metadata={"help": "Largest distance in evaluation."})
+    eval_same_length: bool | None = field(default=None, metadata={"help": "Equal numbers of keys in evaluation."})
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"`layout` must be one of {list(LAYOUTS)}, but is {self.layout!r}.")
+        if self.varlen and self.layout != "stream":
+            raise ValueError(
+                f"`varlen` must be False with `layout={self.layout!r}`, whose segments end with the rows."
+            )
+        if self.remove_unused_columns:
+            raise ValueError("`remove_unused_columns` must be False, or the targets of the segments are dropped.")
+        super().__post_init__()
+
+    def memory_settings(self) -> dict[str, Any]:
+        """Lengths of the memory in training, `None` where they are the model's."""
+        return {name: getattr(self, name) for name in ("mem_len", "clamp_len", "same_length")}
+
+    def eval_settings(self) -> dict[str, Any]:
+        """Lengths of segment and memory in evaluation, `None` where they are the model's."""
+        settings = {"segment_length": self.segment_length, **self.memory_settings()}
+        for name in settings:
+            if (value := getattr(self, f"eval_{name}")) is not None:
+                settings[name] = value
+        return settings
+
+
+class _InOrder(Dataset):
+    """[`TokenStreams`] by index, so that a resumed run jumps to its place; [`TransfoXLTrainer`] reads it in order."""
+
+    def __init__(self, streams: TokenStreams):
+        self.streams = streams
+
+    def __len__(self) -> int:
+        return len(self.streams)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.streams[index]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.streams.set_epoch(epoch)
+
+
+class TransfoXLTrainer(Trainer):
+    """The library's `Trainer` for a [`TransfoXLForCausalLM`] that reads streams with memory.
+
+    The memory of each process is `trainer.memory`. It is reset where a stream begins, saved with every checkpoint
+    (`memory-<process>-of-<processes>.safetensors`) and restored from it; evaluation has its own and leaves that of the
+    training alone. A run that was resumed on the same number of processes ends with the weights of one that was not
+    interrupted, bit for bit on the CPU.
+
+    Logs get `perplexity` and `bits_per_token` beside `loss`; evaluation gives `eval_loss` (mean over all predictions),
+    `eval_perplexity`, `eval_bits_per_token` and `eval_predictions`.
+
+    Args:
+        model, args, train_dataset, eval_dataset and the others: As for `Trainer`, with `args` a
+            [`TransfoXLTrainingArguments`]. A data set is a text: token ids, or a `datasets.Dataset` or
+            `datasets.IterableDataset` with a column `input_ids` of lists ([`~hf_txl.corpus.tokenize_corpus`] makes
+            one). For training it may also be a [`TokenStreams`] or [`DocumentStreams`] whose batch size is that of all
+            processes together. `eval_dataset` may be a dictionary of texts.
+
+    Raises:
+        ValueError: before the first step, for what cannot work with a memory; the message names the argument.
+    """
+
+    args: TransfoXLTrainingArguments
+    model: Any
+
+    def __init__(self, model: Any = None, args: Any = None, **settings: Any):
+        if not isinstance(args, TransfoXLTrainingArguments):
+            raise ValueError(f"`args` must be a `TransfoXLTrainingArguments`, but is a {type(args).__name__}.")
+        if settings.get("compute_metrics") is not None:
+            raise ValueError(
+                "`compute_metrics` must be None: an evaluation of a stream computes losses and keeps no logits."
+            )
+        # rows are of equal length; the library's choice for a tokenizer would pad them
+        super().__init__(model=model, args=args, **{"data_collator": default_data_collator, **settings})
+        self.memory: TransfoXLMemory | None = None
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"One process must use one device, as each has its own memory, but this one sees {args.n_gpu} GPUs "
+                "(`DataParallel`). Start one process per GPU with `torchrun` or `accelerate launch`, or set "
+                "`CUDA_VISIBLE_DEVICES`."
+            )
+
+    # --- streams
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Segments of all streams of this process, in order; the memory starts afresh."""
+        streams = self._train_streams()
+        self.memory = self.model.init_memory(self._train_batch_size, **self.args.memory_settings())
+        dataset = _InOrder(streams) if isinstance(streams, TokenStreams) else streams
+        return self._get_dataloader(
+            dataset, "Training", self._train_batch_size, sampler_fn=_in_sequence, is_training=True
+        )
+
+    def _train_streams(self) -> TokenStreams | DocumentStreams:
+        args = self.args
+        accelerator_config: Any = args.accelerator_config
+        if accelerator_config.split_batches:
+            raise ValueError(
+                "`split_batches` must be False: `per_device_train_batch_size` counts streams per process."
+            )
+        if args.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
+            raise ValueError(
+                "`train_sampling_strategy` must leave the order of segments alone ('sequential'), but is "
+                f"{args.train_sampling_strategy!r}."
+            )
+        if self.train_dataset is None:
+            raise ValueError("`train_dataset` must be a text to train on, but is None.")
+        num_rows = self._train_batch_size * args.world_size
+        dataset: Any = self.train_dataset
+        if not isinstance(dataset, TokenStreams | DocumentStreams):
+            return self._lay_out(dataset, num_rows)
+        if dataset.batch_size != num_rows:
+            raise ValueError(
+                f"`train_dataset` must have as many streams as all processes read ({self._train_batch_size} "
+                f"`per_device_train_batch_size` x {args.world_size} processes = {num_rows}), but has a batch size of "
+                f"{dataset.batch_size}."
+            )
+        dataset = copy.copy(dataset)
+        if isinstance(dataset, TokenStreams):
+            dataset.mark_starts = True
+        else:
+            dataset.repeat = True
+        return dataset
+
+    def _lay_out(self, dataset: Any, num_rows: int) -> TokenStreams | DocumentStreams:
+        args = self.args
+        # a data set without a length cannot be cut into rows
+        if args.layout == "stream" and not _is_endless(dataset):
+            return TokenStreams(
+                dataset,
+                num_rows,
+                args.segment_length,
+                drop_last=args.dataloader_drop_last,
+                varlen=args.varlen,
+                seed=args.seed,
+                mark_starts=True,
+            )
+        if args.varlen:
+            raise ValueError("`varlen` must be False for an `IterableDataset`, whose rows are of unknown length.")
+        return DocumentStreams(
+            dataset,
+            num_rows,
+            args.segment_length,
+            separate=args.layout == "documents",
+            shuffle=args.layout == "sentences" and not _is_endless(dataset),
+            seed=args.seed,
+            repeat=True,
+        )
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **settings: Any
+    ) -> torch.Tensor:
+        """One forward and backward pass of a segment, which the memory goes through."""
+        assert self.memory is not None
+        starts = inputs["reset_memory"]
+        if starts.all():
+            self.memory.reset()
+        elif starts.any():
+            self.memory.reset(starts)
+        segment = {name: value for name, value in inputs.items() if name != "reset_memory"}
+        return super().training_step(model, {**segment, "cache": self.memory}, *args, **settings)
+
+    # --- evaluation
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Score texts with the evaluation's own lengths and memory; every process reads its share of the streams.
+
+        A text is cut into `per_device_eval_batch_size` streams per process; one stream on one process is exact for one
+        text. With `layout="documents"` each row of the data set is a stream of its own.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("`eval_dataset` must be a text to evaluate, but is None.")
+        if isinstance(dataset, dict):
+            metrics: dict[str, float] = {}
+            for name, text in dataset.items():
+                metrics.update(self.evaluate(text, ignore_keys, f"{metric_key_prefix}_{name}"))
+            return metrics
+        started = time.time()
+        if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):
+            dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16
+            self.model.to(dtype=dtype, device=self.args.device)
+        model = self.accelerator.unwrap_model(self.model)
+        score = self._score_documents if self.args.layout == "documents" else self._score_stream
+        sums = torch.tensor(score(model, dataset), dtype=torch.float64, device=self.args.device)
+        total, predictions = self.accelerator.reduce(sums, "sum").tolist()
+        loss = total / predictions
+        seconds = time.time() - started
+        results = {"loss": loss, **_derived(loss), "predictions": int(predictions), "runtime": round(seconds, 4)}
+        results["tokens_per_second"] = round(predictions / seconds, 3)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in results.items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _score_stream(self, model: Any, dataset: Any) -> tuple[float, int]:
+        """Sum of losses and number of predictions of this process's rows."""
+        args = self.args
+        tokens = as_tokens(dataset)
+        num_rows = args.per_device_eval_batch_size * args.world_size
+        row_length = len(tokens) // num_rows
+        if row_length < 2:
+            raise ValueError(
+                f"`eval_dataset` must hold at least 2 tokens for each of {num_rows} rows "
+                f"({args.per_device_eval_batch_size} `per_device_eval_batch_size` x {args.world_size} processes), but "
+                f"has {len(tokens)}."
+            )
+        share = row_length * args.per_device_eval_batch_size
+        result = evaluate_stream(
+            model,
+            read_tokens(tokens, args.process_index * share, (args.process_index + 1) * share),
+            batch_size=args.per_device_eval_batch_size,
+            progress=self.is_world_process_zero() and not args.disable_tqdm,
+            **args.eval_settings(),
+        )
+        return result.loss * result.predictions, result.predictions
+
+    def _score_documents(self, model: Any, dataset: Any) -> tuple[float, int]:
+        args = self.args
+        rows = list(dataset)
+        texts = [row[COLUMN] if isinstance(row, dict) else row for row in rows[args.process_index :: args.world_size]]
+        scores = score_sequences(model, texts, batch_size=args.per_device_eval_batch_size, **args.eval_settings())
+        return -scores.sum().item(), sum(max(0, len(text) - 1) for text in texts)
+
+    def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
+        """Log, with what follows from a training loss."""
+        if "loss" in logs:
+            logs = {**logs, **_derived(logs["loss"])}
+        super().log(logs, *args, **settings)
+
+    # --- resumption
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> Any:
+        """Train; see the library's `train`. `resume_from_checkpoint=True` takes the last whole checkpoint."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"`resume_from_checkpoint`: {self.args.output_dir} holds no whole checkpoint.")
+        if resume_from_checkpoint:
+            if self.args.ignore_data_skip:
+                raise ValueError("`ignore_data_skip` must be False: a memory goes on where the text was left.")
+            self._check_resumable(Path(resume_from_checkpoint))
+        return super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
+
+    def _memory_file(self, folder: Path) -> Path:
+        return folder / f"memory-{self.args.process_index}-of-{self.args.world_size}.safetensors"
+
+    def _position(self) -> dict[str, Any]:
+        """What a resumed run must have in common with this one, or its streams are others."""
+        args = self.args
+        streams = self._train_streams()
+        size = len(streams.tokens) if isinstance(streams, TokenStreams) else None
+        return {
+            "per_device_train_batch_size": self._train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "segment_length": streams.segment_length,
+            "tokens of the text": size,
+            "streams": type(streams).__name__,
+            "layout": args.layout,
+            "varlen": args.varlen,
+            "dataloader_drop_last": args.dataloader_drop_last,
+            "seed": args.seed,
+        }
+
+    def _check_resumable(self, folder: Path) -> None:
+        path = self._memory_file(folder)
+        if not path.is_file():
+            others = sorted(other.name for other in folder.glob("memory-*.safetensors"))
+            raise ValueError(
+                f"`resume_from_checkpoint` must hold {path.name}, the memory of this process, but {folder} holds "
+                f"{others or 'no memory'}: a run goes on with as many processes as it had."
+            )
+        with safe_open(path, framework="pt") as file:
+            saved = json.loads(file.metadata()["position"])
+        differences = {
+            name: (saved.get(name), value) for name, value in self._position().items() if saved.get(name) != value
+        }
+        if differences:
+            raise ValueError(
+                f"`resume_from_checkpoint` must be of a run with the same streams, but these differ (there, here): "
+                f"{differences}."
+            )
+        # refuses other lengths
+        self.model.init_memory(self._train_batch_size, **self.args.memory_settings()).load_state_dict(
+            read_memory(path)
+        )
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        # called by every process, before the first one writes the state that makes a checkpoint whole
+        super()._save_rng_state(output_dir)
+        assert self.memory is not None
+        write_memory(self._memory_file(Path(output_dir)), self.memory, position=self._position())
+        self.accelerator.wait_for_everyone()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        # called where the data has been brought to its place; at a border of epochs the first segment resets again
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            assert self.memory is not None
+            self.memory.load_state_dict(read_memory(self._memory_file(Path(checkpoint))))
+            self.memory.to(self.args.device)
+
+
+def _in_sequence(items: Any) -> SequentialSampler:
+    return SequentialSampler(items)
+
+
+def _is_endless(dataset: Any) -> bool:
+    return not hasattr(dataset, "__len__")
+
+
+def _derived(loss: float) -> dict[str, float]:
+    return {"perplexity": math.exp(loss) if loss < 709 else math.inf, "bits_per_token": loss / math.log(2)}
+
+
+def write_memory(path: Path, memory: TransfoXLMemory, **metadata: Any) -> None:
+    """Write a memory to a safetensors file, in one step; `metadata` is what JSON can hold."""
+    state = memory.state_dict()
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    others = {name: value for name, value in state.items() if name not in tensors}
+    unfinished = path.with_suffix(".unfinished")
+    save_file(tensors, unfinished, {name: json.dumps(value) for name, value in {**others, **metadata}.items()})
+    os.replace(unfinished, path)
+
+
+def read_memory(path: Path) -> dict[str, Any]:
+    """What [`write_memory`] wrote, for `TransfoXLMemory.load_state_dict`; tensors on the CPU."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    return {**load_file(path), **{name: json.loads(metadata[name]) for name in ("settings", "progress")}}
+
+
+def last_checkpoint(folder: str | os.PathLike | None) -> str | None:
+    """The newest whole checkpoint of an output folder, `None` if there is none.
+
+    A run that is killed while it saves leaves a checkpoint that lacks its last file, the state of the trainer, or has
+    part of it; such a one is passed over.
+    """
+    steps = {}
+    for path in Path(folder or ".").glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        number = path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+        try:
+            json.loads((path / TRAINER_STATE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if number.isdigit():
+            steps[int(number)] = str(path)
+    return steps[max(steps)] if steps else None
+
+
+__all__ = [
+    "TransfoXLTrainer",
+    "TransfoXLTrainingArguments",
+    "last_checkpoint",
+    "read_memory",
+    "write_memory",
+]
