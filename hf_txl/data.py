@@ -7,7 +7,7 @@ the original PyTorch code). It is apart from training since evaluation and other
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ LOSSES = ("full", "half")
 # of random segment lengths: `std` and `min_len` of the original's `get_varlen_iter`
 DEVIATION = 5
 SHORTEST = 5
+# of a data set
+ROWS_READ_TOGETHER = 64
 # a target that is not scored
 IGNORED = -100
 
@@ -280,10 +282,15 @@ class DocumentStreams(IterableDataset):
         if hasattr(documents, "set_epoch"):
             documents.set_epoch(epoch)
         if self.shuffle:
-            order = np.random.default_rng([self.seed, epoch]).permutation(len(documents))
-            documents = (documents[int(index)] for index in order)
-        for document in documents:
-            ids = read_tokens(as_tokens(document[COLUMN] if isinstance(document, Mapping) else document))
+            order = np.random.default_rng([self.seed, epoch]).permutation(len(documents)).tolist()
+            texts: Iterable[Any] = (documents[index] for index in order)
+        elif hasattr(documents, "column_names"):
+            # unlike iteration, this gives every process all of a streamed data set
+            texts = chain.from_iterable(batch[COLUMN] for batch in documents.iter(ROWS_READ_TOGETHER))
+        else:
+            texts = documents
+        for text in texts:
+            ids = read_tokens(as_tokens(text[COLUMN] if isinstance(text, Mapping) else text))
             if len(ids) > (1 if self.separate else 0):
                 yield ids
 

@@ -1,0 +1,165 @@
+"""Corpora: the same ids from files, data sets and streams; ids that stay on disk read like a list."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_txl import TransfoXLTokenizer
+from hf_txl.corpus import ColumnTokens, as_tokens, read_tokens, tokenize_corpus
+from hf_txl.tokenization_transfo_xl import build_vocabulary, encode_file
+
+datasets = pytest.importorskip("datasets")
+
+LINES = ["the cat sat , and the dog sat .\n", "\n", "  an é is é\n", "the end , the end\n", "no line break"]
+SPECIAL = {
+    "pretokenized": ("<eos>", "<unk>"),
+    "moses": ("<eos>", "<unk>"),
+    "characters": ("<unk>",),
+    "bytes": ("<unk>",),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(LINES), encoding="utf-8")
+    return path
+
+
+def tokenizer_of(mode: str) -> TransfoXLTokenizer:
+    symbols = build_vocabulary(["".join(LINES[:3])], mode, special=SPECIAL[mode])
+    return TransfoXLTokenizer.from_vocabulary(symbols, mode)
+
+
+@pytest.mark.parametrize("mode", SPECIAL)
+def test_a_corpus_of_files_has_the_ids_of_the_files_in_order(mode: str, text_file: Path, tmp_path: Path) -> None:
+    """Each line of a file is a row; compressed files too. `encode_file` is tested against the original code."""
+    tokenizer = tokenizer_of(mode)
+    compressed = tmp_path / "more.txt.gz"
+    compressed.write_bytes(gzip.compress("".join(LINES[:2]).encode()))
+    corpus = tokenize_corpus([text_file, compressed], tokenizer)
+    more = tmp_path / "more.txt"
+    more.write_text("".join(LINES[:2]), encoding="utf-8")
+    expected = [*encode_file(tokenizer, text_file), *encode_file(tokenizer, more)]
+    assert len(corpus) == len(LINES) + 2
+    assert list(chain.from_iterable(corpus["input_ids"])) == expected
+    assert as_tokens(corpus)[:].tolist() == expected
+
+
+@pytest.mark.parametrize("num_proc", [None, 2, 50])
+def test_several_processes_give_the_same_corpus(num_proc: int | None) -> None:
+    tokenizer = tokenizer_of("pretokenized")
+    rows = datasets.Dataset.from_dict({"text": LINES * 3, "other": range(15)})
+    corpus = tokenize_corpus(rows, tokenizer, num_proc=num_proc)
+    assert corpus.column_names == ["input_ids"]
+    expected = [tokenizer(line)["input_ids"] + [0] for line in LINES * 3]
+    assert list(corpus["input_ids"]) == expected
+
+
+def test_a_streamed_corpus_is_the_same_and_can_be_read_again(text_file: Path) -> None:
+    tokenizer = tokenizer_of("characters")
+    stored = tokenize_corpus(text_file, tokenizer)
+    streamed = tokenize_corpus(text_file, tokenizer, streaming=True)
+    assert isinstance(streamed, datasets.IterableDataset)
+    for _ in range(2):
+        assert [row["input_ids"] for row in streamed] == list(stored["input_ids"])
+
+
+def test_line_tokens_can_be_chosen(text_file: Path) -> None:
+    tokenizer = tokenizer_of("pretokenized")
+    plain = tokenize_corpus(text_file, tokenizer, line_end=None)
+    assert list(plain["input_ids"]) == [tokenizer(line)["input_ids"] for line in LINES]
+
+
+def test_documents_of_another_column() -> None:
+    tokenizer = tokenizer_of("pretokenized")
+    rows = datasets.Dataset.from_dict({"body": ["the cat\nsat", "the end"]})
+    corpus = tokenize_corpus(rows, tokenizer, text_column="body")
+    assert list(corpus["input_ids"]) == [tokenizer(text)["input_ids"] + [0] for text in ("the cat sat", "the end")]
+
+
+def test_what_is_no_corpus_is_refused(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("pretokenized")
+    with pytest.raises(
+        ValueError, match=r"`source` must be text files or a data set, but these are no files: .*absent"
+    ):
+        tokenize_corpus(tmp_path / "absent.txt", tokenizer)
+    with pytest.raises(ValueError, match="`source` must be text files"):
+        tokenize_corpus([], tokenizer)
+    with pytest.raises(
+        ValueError, match=r"`text_column` must be a column of the data set \(\['body'\]\), but is 'text'"
+    ):
+        tokenize_corpus(datasets.Dataset.from_dict({"body": ["a"]}), tokenizer)
+
+
+ROWS = [[3, 1, 4], [], [1], [5, 9, 2, 6, 5], [3, 5], [], [8, 9, 7]]
+
+
+def stored(rows: list[list[int]], folder: Path, rows_per_chunk: int) -> Any:
+    """A data set on disk, in chunks of so many rows."""
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
+    pieces = [
+        datasets.Dataset.from_dict({"input_ids": rows[start : start + rows_per_chunk]}, features=features)
+        for start in range(0, len(rows), rows_per_chunk)
+    ]
+    datasets.concatenate_datasets(pieces).save_to_disk(folder)
+    return datasets.load_from_disk(folder)
+
+
+VIEWS: dict[str, tuple[Callable[[Any], Any], list[list[int]]]] = {
+    "whole": (lambda dataset: dataset, ROWS),
+    "range": (lambda dataset: dataset.select(range(2, 6)), ROWS[2:6]),
+    "selection": (lambda dataset: dataset.select([6, 0, 3]), [ROWS[6], ROWS[0], ROWS[3]]),
+    "filtered": (lambda dataset: dataset.filter(lambda row: len(row["input_ids"]) > 2), [ROWS[0], ROWS[3], ROWS[6]]),
+    "in torch's format": (lambda dataset: dataset.with_format("torch"), ROWS),
+}
+
+
+@pytest.mark.parametrize("rows_per_chunk", [1, 3, 7])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_column_reads_like_one_list(view: str, rows_per_chunk: int, tmp_path: Path) -> None:
+    change, rows = VIEWS[view]
+    expected = list(chain.from_iterable(rows))
+    tokens = ColumnTokens(change(stored(ROWS, tmp_path / "rows", rows_per_chunk)))
+    assert len(tokens) == len(expected)
+    for start in range(len(expected) + 1):
+        for stop in range(len(expected) + 2):
+            assert tokens[start:stop].tolist() == expected[start:stop]
+    assert tokens[:].dtype == np.int64
+    assert tokens[-3:].tolist() == expected[-3:]
+
+
+def test_a_column_of_anything_but_lists_of_integers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`dataset` must have a column 'input_ids', but has \['text'\]"):
+        ColumnTokens(datasets.Dataset.from_dict({"text": ["a"]}))
+    for values in ([[0.5]], ["a"], [1]):
+        with pytest.raises(ValueError, match="`dataset` must have lists of integers in 'input_ids', but it has"):
+            ColumnTokens(datasets.Dataset.from_dict({"input_ids": values}))
+    with pytest.raises(ValueError, match="step 1, but has step 2"):
+        ColumnTokens(datasets.Dataset.from_dict({"input_ids": [[1, 2]]}))[::2]
+
+
+def test_reading_copies_and_mapped_files_stay_mapped(tmp_path: Path) -> None:
+    np.arange(10, dtype=np.uint16).tofile(tmp_path / "ids")
+    mapped = np.memmap(tmp_path / "ids", dtype=np.uint16, mode="r")
+    assert as_tokens(mapped) is mapped
+    ids = torch.arange(10, dtype=torch.int32)
+    for tokens in (as_tokens(mapped), as_tokens(ids), as_tokens(list(range(10)))):
+        part = read_tokens(tokens, 2, 5)
+        assert part.tolist() == [2, 3, 4]
+        assert part.dtype == torch.long
+        part.zero_()
+        assert read_tokens(tokens).tolist() == list(range(10))
