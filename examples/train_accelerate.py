@@ -1,0 +1,150 @@
+"""Train a Transformer-XL with a plain loop of Accelerate: what happens in each step, on any number of processes.
+
+    python examples/train_accelerate.py --output runs/plain                                  # the text in the package
+    torchrun --nproc_per_node 2 examples/train_accelerate.py my_text.txt --output runs/two   # or `accelerate launch`
+
+One token is one character, and the last tenth of the text is held out. The same command again goes on from the last
+checkpoint, in which `model` is a model folder. Processes on several machines need an output folder that all can see.
+`examples/train.py` does the same and more with the library's `Trainer`.
+"""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from tqdm.auto import tqdm
+
+from hf_txl import TransfoXLConfig, TransfoXLForCausalLM
+from hf_txl.data import TokenStreams
+from hf_txl.demo import character_tokenizer, demo_text, warm_up_and_cosine
+from hf_txl.scoring import evaluate_stream
+from hf_txl.training import read_memory, write_memory
+
+
+def save(accelerator: Accelerator, folder: Path, step: int, memory: Any, settings: Any, *model: Any) -> None:
+    """Write `checkpoint-<step>` beside and only then remove the one before: a killed run leaves a whole one."""
+    unfinished = folder / "unfinished"
+    if accelerator.is_main_process:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(unfinished))  # weights and optimizer once, random numbers of each process
+    write_memory(unfinished / f"memory-{accelerator.process_index}.safetensors", memory)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        for part in model:
+            part.save_pretrained(unfinished / "model")
+        (unfinished / "settings.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        earlier = list(folder.glob("checkpoint-*"))
+        unfinished.rename(folder / f"checkpoint-{step}")
+        for checkpoint in earlier:
+            shutil.rmtree(checkpoint)
+
+
+def find_checkpoint(folder: Path, settings: dict[str, Any]) -> Path | None:
+    """The last checkpoint of a folder, if there is one; refuses that of a run with other settings."""
+    found = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), default=None)
+    before = settings if found is None else json.loads((found / "settings.json").read_text(encoding="utf-8"))
+    if changed := {name: (before.get(name), now) for name, now in settings.items() if before.get(name) != now}:
+        raise typer.BadParameter(f"--output has a run with other settings (there, here): {changed}. Choose another.")
+    return found
+
+
+def main(
+    text_file: Annotated[Path | None, typer.Argument(exists=True, dir_okay=False, help="UTF-8 text.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for checkpoints.")] = Path("accelerate_run"),
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 2000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Streams of all processes together.")] = 16,
+    accumulation: Annotated[int, typer.Option(min=1, help="Segments of a stream in one step.")] = 1,
+    segment_length: Annotated[int, typer.Option(min=1, help="Tokens of a segment, and positions of memory.")] = 64,
+    n_layer: Annotated[int, typer.Option(min=1, help="Layers.")] = 4,
+    d_model: Annotated[int, typer.Option(min=4, help="Width, a multiple of the 4 heads.")] = 128,
+    dropout: Annotated[float, typer.Option(min=0, max=1, help="In training.")] = 0.1,
+    learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps in which it rises.")] = 100,
+    mixed_precision: Annotated[str, typer.Option(help="no, bf16 or fp16.")] = "no",
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints, each with an evaluation.")] = 500,
+    seed: Annotated[int, typer.Option(help="Seed of weights and dropout.")] = 0,
+) -> None:
+    """Train a character model in streams with memory."""
+    settings = {name: value for name, value in locals().items() if name not in ("text_file", "output", "save_every")}
+    on_cpu = not torch.accelerator.is_available()  # else processes on CPUs would not find each other
+    accelerator = Accelerator(cpu=on_cpu, mixed_precision=mixed_precision, gradient_accumulation_steps=accumulation)
+    rank, world_size, bar = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
+    num_rows = batch_size // world_size
+    if batch_size % world_size:
+        raise typer.BadParameter(f"--batch-size must be a multiple of {world_size} processes, but is {batch_size}.")
+    text = demo_text() if text_file is None else text_file.read_bytes().decode("utf-8")
+    settings |= {"processes": world_size, "text": hashlib.sha256(text.encode()).hexdigest()}
+    checkpoint = find_checkpoint(output, settings)
+    tokenizer = character_tokenizer(text)
+    ids = tokenizer(text, return_tensors="pt").input_ids[0]
+    train_ids, held_out_ids = ids[: len(ids) * 9 // 10], ids[len(ids) * 9 // 10 :]
+    if len(held_out_ids) < 2 * batch_size:
+        raise typer.BadParameter(f"The text must have {20 * batch_size} characters or more, but has {len(text)}.")
+
+    # The text is cut into as many pieces as all processes have rows; row r reads piece r from its start to its end,
+    # segment after segment. That order is what gives a memory its meaning: what row r remembers are the tokens right
+    # before those it reads next. Shuffled segments would be read with the past of some other place.
+    streams = TokenStreams(train_ids, batch_size, segment_length, mark_starts=True)
+    set_seed(seed)
+    width = {"d_model": d_model, "d_inner": 4 * d_model, "n_head": 4, "n_layer": n_layer, "dropout": dropout}
+    lengths = {"mem_len": segment_length, "clamp_len": -1, "same_length": False}
+    bare_model = TransfoXLForCausalLM(TransfoXLConfig(vocab_size=len(tokenizer), **width, **lengths))
+    model, optimizer = accelerator.prepare(bare_model, torch.optim.Adam(bare_model.parameters()))
+    rate = warm_up_and_cosine(steps, warmup_steps)
+    # One memory per process, of its own rows: gradients are averaged over processes, but one's past is not another's.
+    memory = bare_model.init_memory(num_rows)
+    set_seed(seed + rank)  # the weights are the same everywhere, dropout is not
+    first_step = 0 if checkpoint is None else int(checkpoint.name.split("-")[1])
+    if checkpoint is not None:
+        accelerator.load_state(str(checkpoint))
+        memory.load_state_dict(read_memory(checkpoint / f"memory-{rank}.safetensors"))
+        memory.to(accelerator.device)
+
+    def read_segment(number: int) -> dict[str, torch.Tensor]:
+        """This process's rows of a segment; the text begins again where it has ended."""
+        first = number % streams.num_segments * batch_size + rank * num_rows
+        rows = [streams[index] for index in range(first, first + num_rows)]
+        return {name: torch.stack([row[name] for row in rows]).to(accelerator.device) for name in rows[0]}
+
+    for step in tqdm(range(first_step, steps), disable=not bar, unit="step"):
+        # where the text is read follows from the step alone, so a resumed run is in its place at once
+        parts = [read_segment(step * accumulation + part) for part in range(accumulation)]
+        # the last segment of a text is shorter: all tokens of a step count the same, not all segments
+        num_tokens = sum(part["input_ids"].numel() for part in parts)
+        train_loss = torch.zeros((), device=accelerator.device)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * rate(step)
+        model.train()
+        for part in parts:
+            with accelerator.accumulate(model):
+                # Where a piece begins again, its end must be forgotten: it does not precede the first token. All rows
+                # begin at the same time here; with documents it would be `memory.reset(rows)`.
+                if part.pop("reset_memory").any():
+                    memory.reset()
+                loss = model(**part, cache=memory, num_items_in_batch=num_tokens).loss
+                accelerator.backward(loss * accumulation)  # `backward` divides by it, as if parts were equal
+                train_loss += loss.detach()
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.25)
+                optimizer.step()
+                optimizer.zero_grad()
+        if (step + 1) % save_every == 0 or step + 1 == steps:
+            # each process scores its share of the held-out rows, with a memory that goes away afterwards
+            own = held_out_ids[: len(held_out_ids) // batch_size * batch_size].chunk(world_size)[rank]
+            score = evaluate_stream(bare_model, own, segment_length=segment_length, batch_size=num_rows, progress=bar)
+            losses = accelerator.reduce(torch.tensor([train_loss, score.loss], device=accelerator.device), "mean")
+            accelerator.print(f"step {step + 1}: training {losses[0]:.4f}, held out {losses[1]:.4f} nats per token")
+            save(accelerator, output, step + 1, memory, settings, bare_model, tokenizer)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    typer.run(main)
