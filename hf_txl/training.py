@@ -60,6 +60,8 @@ class TransfoXLTrainingArguments(TrainingArguments):
     learning_rate: float = field(default=2.5e-4, metadata={"help": "Highest learning rate."})
     lr_scheduler_type: SchedulerType | str = field(default="cosine", metadata={"help": "Schedule of the rate."})
     max_grad_norm: float = field(default=0.25, metadata={"help": "Largest norm of the gradient."})
+    # every parameter takes part in every step, whatever words a batch holds
+    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "Whether DDP looks for them."})
     # it would drop the targets
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must be False."})
     segment_length: int = field(default=150, metadata={"help": "Tokens of a stream in one forward call."})
@@ -320,6 +322,13 @@ class TransfoXLTrainer(Trainer):
                 raise ValueError("`ignore_data_skip` must be False: a memory goes on where the text was left.")
             self._check_resumable(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
+
+    def _run_epoch(self, *args: Any, **settings: Any) -> None:
+        # the library makes one step more than asked for when a finished run is resumed
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **settings)
 
     def _memory_file(self, folder: Path) -> Path:
         return folder / f"memory-{self.args.process_index}-of-{self.args.world_size}.safetensors"
