@@ -1,8 +1,9 @@
 """The `hf-txl` command."""
 
 import json
-import shlex
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -87,9 +88,11 @@ def convert(
     force: Annotated[bool, typer.Option("--force", help="Replace OUTPUT if it exists.")] = False,
 ) -> None:
     """Convert a checkpoint of the original codes, of NVIDIA or of transformers 2 to 4. Nothing in it is executed."""
+    from transformers.utils import logging
+
     from .conversion.convert import convert, parse_dtype, parse_settings
 
-    command = shlex.join(["hf-txl", *sys.argv[1:]])
+    logging.disable_progress_bar()
     with _errors_as_messages():
         result = convert(
             source,
@@ -104,7 +107,6 @@ def convert(
             recorded=recorded,
             force=force,
             protected=[] if config is None else [config],
-            command=command,
         )
         typer.echo(result)
 
@@ -181,7 +183,7 @@ def build_tokenizer(
 ) -> None:
     """Count the symbols of texts and write a tokenizer that AutoTokenizer loads."""
     from .staging import check_writable, new_or_forced, written_beside
-    from .tokenization_transfo_xl import TransfoXLTokenizer, build_vocabulary
+    from .tokenization_transfo_xl import AUTO, UNKNOWN_TOKENS, TransfoXLTokenizer, build_vocabulary
 
     with _errors_as_messages():
         check = new_or_forced(force, texts)
@@ -194,20 +196,39 @@ def build_tokenizer(
             special=special or ("<eos>", "<unk>"),
             lower_case=lower_case,
         )
-        tokenizer = TransfoXLTokenizer.from_vocabulary(symbols, mode, lower_case=lower_case)
+        unknown = AUTO if set(symbols) & set(UNKNOWN_TOKENS) else None
+        tokenizer = TransfoXLTokenizer.from_vocabulary(
+            symbols, mode, unk_token=unknown, extra_special_tokens=special or (), lower_case=lower_case
+        )
         with written_beside(output, check) as staging:
             tokenizer.save_pretrained(staging)
     typer.echo(f"{len(tokenizer)} symbols written to {output}")
+    if tokenizer.unk_token is None:
+        typer.echo("None of them is for unknown symbols: text with one is an error.")
 
 
 @contextmanager
 def _errors_as_messages() -> Iterator[None]:
-    """What a user can mend becomes one message and exit status 2, without a traceback."""
+    """What a user can mend becomes one message and exit status 2; a request to end lets go of what was begun."""
+    with _ending_in_order():
+        try:
+            yield
+        except (ValueError, OSError, ImportError, RuntimeError) as error:
+            typer.echo(f"Error: {error}", err=True)
+            raise typer.Exit(2) from error
+
+
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """SIGTERM as an exception, so that unfinished folders go away. Only the main thread may set that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    earlier = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from error
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
 
 
 if __name__ == "__main__":

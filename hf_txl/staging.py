@@ -4,7 +4,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -27,33 +27,42 @@ def new_or_forced(force: bool, sources: Iterable[str | Path]) -> Callable[[Path]
 
 
 def check_writable(folder: Path, check_replaceable: Callable[[Path], None]) -> None:
-    """See before any work is done that `folder` can be written; its parent is made if it is not there.
+    """See before any work is done that `folder` can be written. Nothing is made or changed yet.
 
     Args:
         folder (`Path`): Where the finished folder will be.
         check_replaceable (`Callable[[Path], None]`): Raises if what is at `folder` must not be replaced.
 
     Raises:
-        FileExistsError: what `check_replaceable` raises.
-        PermissionError: if its parent cannot be written to.
+        FileExistsError: what `check_replaceable` raises; if the program works in `folder`, or a file is in its way.
+        PermissionError: if the folder that it will be in cannot be written to.
     """
+    here = Path.cwd()
+    if folder.resolve() in [here, *here.parents]:
+        raise FileExistsError(f"`output` must be a new folder, but {folder} is the one that the program works in.")
     check_replaceable(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder.parent, os.W_OK):
-        raise PermissionError(f"The output must be in a folder that can be written to, but {folder.parent} cannot.")
+    parent = next(each for each in folder.resolve().parents if os.path.lexists(each))
+    if not parent.is_dir():
+        raise FileExistsError(f"`output` must be in a folder, but {parent} is a file.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"`output` must be in a folder that can be written to, but {parent} cannot.")
 
 
 @contextmanager
 def written_beside(folder: Path, check_replaceable: Callable[[Path], None]) -> Iterator[Path]:
     """A new folder beside `folder` that takes its place when the block ends well, and goes away when it does not.
 
+    Folders that lead to it and are not there are made, and go away too.
+
     Args:
         folder (`Path`): Where the finished folder will be.
         check_replaceable (`Callable[[Path], None]`): Raises if what is at `folder` by then must not be replaced.
     """
+    folder = folder.resolve()
+    new_parents = [parent for parent in folder.parents if not parent.exists()]
     staging = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}"
-    staging.mkdir()
     try:
+        staging.mkdir(parents=True)
         yield staging
         check_replaceable(folder)
         if folder.exists():
@@ -69,3 +78,7 @@ def written_beside(folder: Path, check_replaceable: Callable[[Path], None]) -> I
             os.rename(staging, folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        for parent in new_parents:
+            # in use now, or never made
+            with suppress(OSError):
+                parent.rmdir()

@@ -267,6 +267,14 @@ class TransfoXLTokenizer(TokenizersBackend):
         special = list(dict.fromkeys([*(token for token in named.values() if token), *extra_special_tokens]))
         if missing := [token for token in [*special, line_start, line_end] if token is not None and token not in ids]:
             raise ValueError(f"Special tokens must be among `symbols`, but these are not: {missing}.")
+        if mode in ("bytes", "characters"):
+            ordinary = [token for token in ids if token not in special]
+            unreachable = [token for token in ordinary if len(token) > 1]
+            if 2 * len(unreachable) > len(ordinary):
+                raise ValueError(
+                    f"`mode` must be 'moses' or 'pretokenized' for a vocabulary of words, such as "
+                    f"{unreachable[0]!r}, but is {mode!r}."
+                )
 
         parts = _parts(mode, set(ids), special, lower_case)
         backend = Tokenizer(models.WordLevel(ids, unk_token=unk_token or ""))
@@ -326,6 +334,15 @@ class TransfoXLTokenizer(TokenizersBackend):
         return type(self).from_vocabulary(
             self.symbols, mode, **named, extra_special_tokens=self.extra_special_tokens, **settings
         )
+
+    def _save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+        try:
+            return super()._save_pretrained(save_directory, *args, **kwargs)
+        except Exception as error:
+            # what the library raises for a full disk has no class of its own
+            if type(error) is not Exception:
+                raise
+            raise OSError(f"The tokenizer cannot be written to {save_directory}: {error}") from error
 
     def _encode_plus(self, text: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -477,7 +494,8 @@ def build_vocabulary(
     training file of WikiText-103 gives its vocabulary. The same texts always give the same list.
 
     Args:
-        texts (`Iterable[str | os.PathLike]`): A `str` is a text, a path is a file in UTF-8, read line by line.
+        texts (`Iterable[str | os.PathLike]`):
+            A `str` is a text, a path is a file in UTF-8, read line by line; for `bytes` any file, byte by byte.
         mode (`str`, defaults to `"moses"`): How texts are cut, as in [`TransfoXLTokenizer`].
         min_freq (`int`, defaults to 0): Symbols that occur less often are left out.
         max_size (`int`, *optional*): How many symbols at most besides the special ones.
@@ -494,7 +512,10 @@ def build_vocabulary(
     pre_tokenizer = pre_tokenizers.Sequence(parts.pre_tokenizers)
     whole = re.compile("|".join(re.escape(token) for token in special) or r"(?!)")
     counts: Counter[str] = Counter()
-    for text in _read(texts):
+    for text in _read(texts, as_bytes=mode == "bytes" and not lower_case):
+        if isinstance(text, bytes):
+            counts.update({BYTE_CHARACTERS[byte]: count for byte, count in Counter(text).items()})
+            continue
         for piece in whole.split(text):
             counts.update(token for token, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(piece)))
     names = {character: str(byte) for byte, character in BYTE_CHARACTERS.items()} if mode == "bytes" else {}
@@ -502,8 +523,8 @@ def build_vocabulary(
     return [*special, *(names.get(token, token) for token in frequent[:max_size])]
 
 
-def _read(texts: Iterable[str | os.PathLike]) -> Iterator[str]:
-    """The texts, files by their lines and with a progress bar."""
+def _read(texts: Iterable[str | os.PathLike], as_bytes: bool) -> Iterator[str | bytes]:
+    """The texts, files by their lines and with a progress bar; `as_bytes`: files as [`encode_file`] reads bytes."""
     for text in texts:
         if isinstance(text, str):
             yield text
@@ -516,10 +537,14 @@ def _read(texts: Iterable[str | os.PathLike]) -> Iterator[str]:
         ):
             # counted here: where bars are switched off, the library's has no count
             shown = 0
-            for line in lines:
-                bar.update(content.tell() - shown)
-                shown = content.tell()
-                yield line
+            pieces = iter(lambda: content.read(BATCH_CHARACTERS), b"") if as_bytes else lines
+            try:
+                for piece in pieces:
+                    bar.update(content.tell() - shown)
+                    shown = content.tell()
+                    yield piece
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{text} must be a text in UTF-8, but is not: {error}.") from error
 
 
 __all__ = ["TransfoXLTokenizer", "build_vocabulary", "encode_file", "encode_lines"]

@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling, TokenizersBackend
 from transformers.utils import logging
+from typer.testing import CliRunner, Result
 
 from hf_txl import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, tokenization_transfo_xl
+from hf_txl.cli import app
 from hf_txl.data import TokenStreams
 from hf_txl.tokenization_transfo_xl import build_vocabulary, encode_file, encode_lines
 from tests.helpers import FIXTURES
@@ -521,3 +523,69 @@ def test_the_end_token_as_pad_token_is_ignored_in_the_loss() -> None:
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     batch = collator([tokenizer(text) for text in ("the , the <eos>", "the <eos>")])
     assert batch["labels"].tolist() == [[2, 3, 2, -100], [2, -100, -100, -100]]
+
+
+# --- building from files
+
+
+def build(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["build-tokenizer", *map(str, arguments)])
+
+
+ANY_BYTES = bytes(range(256)) * 3 + b"caf\xe9\r\n\r\rline\r\n<eos>\xff\xfe" + "größer".encode()
+
+
+def test_bytes_are_counted_as_files_of_bytes_are_read(tmp_path: Path) -> None:
+    """All of them: carriage returns, and what is no UTF-8."""
+    file = tmp_path / "file"
+    file.write_bytes(ANY_BYTES)
+    counts = Counter(ANY_BYTES)
+    expected = sorted(counts, key=lambda byte: (-counts[byte], ANY_BYTES.index(byte)))
+    assert build_vocabulary([file], "bytes", special=["<unk>"]) == ["<unk>", *map(str, expected)]
+    assert build_vocabulary([file, file], "bytes", special=[], max_size=5) == [str(byte) for byte in expected[:5]]
+    result = build(file, "--output", tmp_path / "out", "--mode", "bytes")
+    assert result.exit_code == 0, result.output
+    tokenizer = TransfoXLTokenizer.from_pretrained(tmp_path / "out")
+    ids = encode_file(tokenizer, file)
+    symbols = tokenizer.symbols
+    assert bytes(int(symbols[index]) for index in ids) == ANY_BYTES
+
+
+def test_a_file_of_bytes_and_its_text_have_the_same_symbols(tmp_path: Path) -> None:
+    text = "größer\r\nals „das“\n" * 30
+    (tmp_path / "file").write_bytes(text.encode())
+    assert build_vocabulary([tmp_path / "file"], "bytes") == build_vocabulary([text], "bytes")
+
+
+@pytest.mark.parametrize("mode", ["moses", "pretokenized", "characters"])
+def test_a_file_that_is_no_utf_8_is_named(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 caf\xe9")
+    result = build(tmp_path / "latin.txt", "--output", tmp_path / "out", "--mode", mode)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: ") and "latin.txt must be a text in UTF-8" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", ["a b a", "a <unk> b a"])
+def test_a_vocabulary_needs_no_token_for_unknown_symbols(content: str, tmp_path: Path) -> None:
+    """WikiText-103 has `<unk>` in its text, other corpora have none at all."""
+    (tmp_path / "text").write_text(content, encoding="utf-8")
+    result = build(tmp_path / "text", "--output", tmp_path / "out", "--special", "<eos>", "--mode", "pretokenized")
+    assert result.exit_code == 0, result.output
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("a").input_ids == [1]
+    if "<unk>" in content:
+        assert tokenizer("zebra").input_ids == [tokenizer.unk_token_id]
+    else:
+        assert "text with one is an error" in result.output
+        with pytest.raises(ValueError, match="'zebra', which is not in the vocabulary"):
+            tokenizer("zebra")
+
+
+def test_special_tokens_of_the_command_are_special(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("a b <sep> a", encoding="utf-8")
+    options = [option for token in ("<unk>", "<sep>", "<eos>") for option in ("--special", token)]
+    assert build(tmp_path / "text", "--output", tmp_path / "out", *options).exit_code == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("a<sep>b").input_ids == [3, 1, 4]
+    assert tokenizer.decode([3, 1, 4], skip_special_tokens=True) == "a b"
