@@ -4,7 +4,6 @@ Nothing of a source is executed; see `read_pytorch.py`. Nothing is downloaded un
 """
 
 import ast
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,10 +15,13 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 
+from hf_txl import TransfoXLConfig
+
 from .key_rules import FORMATS
 from .read_pytorch import StoredObject, module_tensors, read_file
 from .read_tensorflow import find_prefix, index_of, read_checkpoint
 from .state_dict import Shapes
+from .text_files import read_json_object
 from .vocabulary import file_in
 
 # what the codes call their files; a TensorFlow bundle is known by its .index
@@ -32,6 +34,8 @@ WEIGHT_FILES = (
     "checkpoint_best.pt",
     "checkpoint_last.pt",
 )
+# those of them that only transformers writes
+TRANSFORMERS_FILES = WEIGHT_FILES[:4]
 # how names begin that only one of the codes has
 MARKS = {"transformer.": "transformers", "crit.out_layers_biases.": "nvidia"}
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -54,6 +58,8 @@ class Checkpoint:
     stored_in: str = "the checkpoint"
     vocabulary: Any = None
     """Where a vocabulary is: a path, an object of the file, or nothing."""
+    name: str = ""
+    """How its source is called elsewhere: the name of a file or folder, or a Hub id."""
 
 
 def open_checkpoint(source: str | Path, format: str | None = None) -> Checkpoint:
@@ -70,31 +76,32 @@ def open_checkpoint(source: str | Path, format: str | None = None) -> Checkpoint
     """
     if format is not None and format not in FORMATS:
         raise ValueError(f"`format` must be one of {list(FORMATS)}, but is {format!r}.")
-    path = _local(source)
+    path, name = _local(source)
     if path.is_dir():
         path = _checkpoint_in(path)
     # a bundle of one file, as TensorFlow wrote before 0.12, is known by `format` only
     if format == "tensorflow" or _is_tensorflow(path):
         checkpoint = _open_tensorflow(find_prefix(path))
-    elif path.name.endswith((".safetensors", ".index.json")):
-        checkpoint = _open_transformers(path)
     else:
-        checkpoint = _open_pytorch_file(path, format)
+        checkpoint = _open_pytorch(path, format)
     if format is not None and checkpoint.format != format:
         raise ValueError(f"`format` must be {checkpoint.format!r} for {checkpoint.found}, but is {format!r}.")
     if checkpoint.vocabulary is None:
-        checkpoint.vocabulary = vocabulary_beside(path)
+        checkpoint.vocabulary = vocabulary_in(path if path.is_dir() else path.parent)
+    checkpoint.name = name
     return checkpoint
 
 
-def _local(source: str | Path) -> Path:
+def _local(source: str | Path) -> tuple[Path, str]:
+    """Where a source is on this machine, and what it is called on any."""
     path = Path(source).expanduser()
     if path.exists() or index_of(path).is_file():
-        return path
-    if not HUB_ID.fullmatch(str(source)):
+        return path, path.resolve().name
+    # in a folder that is here, a name is misspelt
+    if not HUB_ID.fullmatch(str(source)) or path.parent.is_dir():
         raise FileNotFoundError(f"`source` must be a file, a folder or a Hub id, but {source} does not exist.")
     try:
-        return Path(snapshot_download(str(source)))
+        return Path(snapshot_download(str(source))), str(source)
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise FileNotFoundError(
             f"`source` must be a file, a folder or a Hub id, but {source} does not exist here and the Hub did not "
@@ -141,54 +148,14 @@ def _open_tensorflow(prefix: Path) -> Checkpoint:
     )
     settings = prefix.parent / "config.json"
     if settings.is_file():
-        checkpoint.stored = read_json(settings)
+        checkpoint.stored = read_json_object(settings)
         checkpoint.stored_in = settings.name
     return checkpoint
 
 
-def _open_transformers(path: Path) -> Checkpoint:
-    """A folder of transformers, by any of its weight files."""
-    folder = path.parent
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"`source` must have its config.json beside it, but {folder} has none.")
-    names = [path.name]
-    if path.name.endswith(".index.json"):
-        weight_map = read_json(path).get("weight_map")
-        files = list(weight_map.values()) if isinstance(weight_map, dict) else []
-        if not files or not all(isinstance(name, str) and Path(name).name == name for name in files):
-            raise ValueError(f"`weight_map` in {path} must map every tensor to a file beside it, but does not.")
-        names = sorted(set(files))
-    tensors: dict[str, torch.Tensor] = {}
-    for name in names:
-        tensors |= _read_weights(folder / name)
-    return Checkpoint(
-        "transformers",
-        f"a model of transformers ({', '.join(names)})",
-        [folder / name for name in names],
-        tensors,
-        _shapes(tensors),
-        read_json(folder / "config.json"),
-        "config.json",
-    )
-
-
-def _read_weights(file: Path) -> dict[str, torch.Tensor]:
-    if file.suffix == ".safetensors":
-        try:
-            # memory-mapped, like everything else here
-            with safe_open(file, framework="pt") as opened:
-                return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} must be a safetensors file, but cannot be read: {error}") from error
-    tensors = read_file(file)
-    if not _is_state_dict(tensors):
-        raise ValueError(f"{file} must hold a state dict, but holds {_kind(tensors)}.")
-    return tensors
-
-
-def _open_pytorch_file(path: Path, format: str | None) -> Checkpoint:
-    """A file of one of the PyTorch codes; what is in it decides which, for a bare state dict its names or `format`."""
-    content = read_file(path)
+def _open_pytorch(path: Path, format: str | None) -> Checkpoint:
+    """A file, or a model in shards, of one of the PyTorch codes; what is in it decides which, or `format`."""
+    files, content = _read(path)
     if isinstance(content, dict):
         # frequent wrappers around a state dict
         for name in ("state_dict", "model_state_dict", "model"):
@@ -203,21 +170,82 @@ def _open_pytorch_file(path: Path, format: str | None) -> Checkpoint:
         raise ValueError(
             f"{path} must hold a model, a state dict or a checkpoint of NVIDIA's code, but holds {_kind(content)}."
         )
-    tensors = {name.removeprefix("module."): tensor for name, tensor in content.items()}
-    if format is None:
-        format = next(
-            (code for beginning, code in MARKS.items() if any(n.startswith(beginning) for n in tensors)), None
-        )
+    tensors = _unwrapped(content)
+    format = format or _format_of(tensors, path)
     if format == "transformers":
-        return _open_transformers(path)
-    checkpoint = Checkpoint(
-        format or "pytorch", f"a state dict with {len(tensors)} tensors", [path], tensors, _shapes(tensors)
-    )
+        return _transformers(files, tensors)
+    checkpoint = Checkpoint(format, f"a state dict with {len(tensors)} tensors", files, tensors, _shapes(tensors))
     log = path.parent / "log.txt"
     if log.is_file():
         checkpoint.stored = _arguments_in(log)
         checkpoint.stored_in = log.name
     return checkpoint
+
+
+def _read(path: Path) -> tuple[list[Path], Any]:
+    """The files of a checkpoint, more than one if `path` is an index of shards, and what they hold."""
+    if path.name.endswith(".index.json"):
+        weight_map = read_json_object(path).get("weight_map")
+        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise ValueError(f"`weight_map` in {path} must map every tensor to a file beside it, but does not.")
+        files = [path.parent / name for name in sorted(set(names))]
+        tensors: dict[str, torch.Tensor] = {}
+        for file in files:
+            shard = _read_file(file)
+            if not _is_state_dict(shard):
+                raise ValueError(f"{file} must hold a state dict, but holds {_kind(shard)}.")
+            tensors |= shard
+        return files, tensors
+    return [path], _read_file(path)
+
+
+def _read_file(file: Path) -> Any:
+    if file.suffix != ".safetensors":
+        return read_file(file)
+    try:
+        # memory-mapped, like everything else here
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} must be a safetensors file, but cannot be read: {error}") from error
+
+
+def _unwrapped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without the `module.` of DataParallel, of FP16_Module and of the one in the other."""
+    while tensors and all(name.startswith("module.") for name in tensors):
+        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def _format_of(tensors: Mapping[str, torch.Tensor], path: Path) -> str:
+    for beginning, code in MARKS.items():
+        if any(name.startswith(beginning) for name in tensors):
+            return code
+    # a model without a head has the names of the original
+    settings = path.parent / "config.json"
+    if settings.is_file() and (
+        path.name in TRANSFORMERS_FILES or read_json_object(settings).get("model_type") == TransfoXLConfig.model_type
+    ):
+        return "transformers"
+    return "pytorch"
+
+
+def _transformers(files: list[Path], tensors: dict[str, torch.Tensor]) -> Checkpoint:
+    settings = files[0].parent / "config.json"
+    if not settings.is_file():
+        raise ValueError(f"`source` must have its config.json beside it, but {settings.parent} has none.")
+    if not any(name.startswith("transformer.") for name in tensors):
+        tensors = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
+    return Checkpoint(
+        "transformers",
+        f"a model of transformers ({', '.join(file.name for file in files)})",
+        files,
+        tensors,
+        _shapes(tensors),
+        read_json_object(settings),
+        settings.name,
+    )
 
 
 def _nvidia(path: Path, content: dict[str, Any]) -> Checkpoint:
@@ -226,6 +254,7 @@ def _nvidia(path: Path, content: dict[str, Any]) -> Checkpoint:
         raise ValueError(f"`model_state` and `model_config` of {path} must be dictionaries, but are not.")
     arguments = content.get("args")
     stored = arguments.state if isinstance(arguments, StoredObject) else {}
+    tensors = _unwrapped(tensors)
     return Checkpoint(
         "nvidia",
         "a checkpoint of NVIDIA's DeepLearningExamples",
@@ -240,10 +269,10 @@ def _nvidia(path: Path, content: dict[str, Any]) -> Checkpoint:
 
 def _module(path: Path, module: StoredObject) -> Checkpoint:
     """A pickled model: constructor arguments are attributes of it or of its parts."""
-    tensors = {name.removeprefix("module."): tensor for name, tensor in module_tensors(module).items()}
-    while "module" in module.state.get("_modules", {}):
-        # DataParallel and its kin
-        module = module.state["_modules"]["module"]
+    tensors = _unwrapped(module_tensors(module))
+    # DataParallel and its kin
+    while isinstance(inner := module.state["_modules"].get("module"), StoredObject):
+        module = inner
     if not module.class_path.endswith("MemTransformerLM"):
         raise ValueError(f"{path} must hold a MemTransformerLM, but holds a {module.class_path}.")
     return Checkpoint(
@@ -282,28 +311,13 @@ def _constructor_arguments(module: StoredObject) -> dict[str, Any]:
     ):
         if key in values:
             stored[name] = values[key]
-    if "cutoffs" in embedding:
+    if isinstance(cutoffs := embedding.get("cutoffs"), list | tuple):
         # the vocabulary size ends them
-        stored["cutoffs"] = list(embedding["cutoffs"])[:-1]
+        stored["cutoffs"] = list(cutoffs)[:-1]
     return stored
 
 
-# --- small files
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        ValueError: if the file holds anything else.
-    """
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} must be a JSON file, but cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} must hold a JSON object, but holds {_kind(value)}.")
-    return value
+# --- what lies beside
 
 
 def _arguments_in(log: Path) -> dict[str, Any]:
@@ -322,9 +336,8 @@ def _arguments_in(log: Path) -> dict[str, Any]:
     return arguments
 
 
-def vocabulary_beside(path: Path) -> Path | None:
-    """A vocabulary file in the folder of a checkpoint."""
-    folder = path if path.is_dir() else path.parent
+def vocabulary_in(folder: Path) -> Path | None:
+    """A vocabulary file in a folder, a tokenizer that needs no conversion before any other."""
     tokenizer = folder / "tokenizer.json"
     return tokenizer if tokenizer.is_file() else file_in(folder)
 

@@ -1,9 +1,11 @@
 """Turns a checkpoint of any format into a folder that `AutoModelForCausalLM` and `AutoTokenizer` load."""
 
 import datetime
+import functools
 import json
 import shlex
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,25 +24,40 @@ from hf_txl import (
     TransfoXLForSequenceClassification,
     TransfoXLModel,
     TransfoXLPreTrainedModel,
+    TransfoXLTokenizer,
 )
 from hf_txl.staging import check_writable, new_or_forced, written_beside
 
 from .card import Card
-from .checkpoint import Checkpoint, open_checkpoint, read_json
+from .checkpoint import Checkpoint, open_checkpoint, vocabulary_in
 from .key_rules import FORMATS
 from .settings import Settings
 from .state_dict import Account, Fitting, Shapes, State
+from .text_files import read_json, read_json_object
 from .verify import TOLERANCE, Differences, verify_recorded, verify_with_source
 from .vocabulary import read_vocabulary
 
+GENERATION_FILE = "generation_config.json"
 # files of a tokenizer that transformers 5 reads as they are
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
+# the precisions that a model can be computed in
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 AUTO_CLASSES = {
     TransfoXLForCausalLM: ("AutoModelForCausalLM", "text-generation"),
     TransfoXLForSequenceClassification: ("AutoModelForSequenceClassification", "text-classification"),
     TransfoXLModel: ("AutoModel", "feature-extraction"),
 }
+
+
+@dataclass
+class Tokens:
+    """What becomes of the vocabulary: a tokenizer if there is one, what writes it into a folder, and a sentence."""
+
+    tokenizer: TransfoXLTokenizer | None
+    write: Callable[[Path], Any]
+    sentence: str
 
 
 @dataclass
@@ -53,6 +70,7 @@ class Conversion:
         config (`TransfoXLConfig`): The model's configuration.
         origins (`dict[str, str]`): Where its fields come from.
         account (`Account`): What became of every tensor.
+        auto_class (`str`): What loads the folder.
         tokenizer (`str`): What became of the vocabulary.
         checked (`dict[str, dict[str, float]]`): Largest differences, by what was compared.
     """
@@ -62,6 +80,7 @@ class Conversion:
     config: TransfoXLConfig
     origins: dict[str, str]
     account: Account
+    auto_class: str
     tokenizer: str
     checked: dict[str, Differences]
 
@@ -69,6 +88,7 @@ class Conversion:
         lines = [
             f"Found:      {self.found}",
             f"Weights:    {self.account}",
+            f"Model:      {', '.join(self.config.architectures or [])}, for {self.auto_class}",
             "Settings:   " + ", ".join(f"{name}={value!r}" for name, value, _ in self.settings()),
             f"Tokenizer:  {self.tokenizer}",
         ]
@@ -101,7 +121,6 @@ def convert(
     recorded: str | Path | None = None,
     force: bool = False,
     protected: Iterable[str | Path] = (),
-    command: str | None = None,
     progress: bool = True,
 ) -> Conversion:
     """Convert a checkpoint. Nothing of it is executed or changed, and `output` appears only when all is done.
@@ -126,7 +145,6 @@ def convert(
             A safetensors file with recorded outputs to compare the result with; see `verify_recorded`.
         force (`bool`, defaults to `False`): Whether to replace an existing `output`.
         protected (`Iterable[str | Path]`): Further files that `force` must not delete with an existing `output`.
-        command (`str`, *optional*): For the card; by default the command that does the same.
         progress (`bool`, defaults to `True`): Whether to show progress.
 
     Returns:
@@ -149,28 +167,49 @@ def convert(
     model_class = _model_class(checkpoint.shapes)
     fitting = Fitting(FORMATS[checkpoint.format], config, checkpoint.shapes, wanted_shapes(model_class, config))
     weights = fitting.read(checkpoint.tensors)
-    dtype = dtype or _common_dtype(weights)
-    write_tokenizer, tokenizer = _tokenizer(checkpoint, config, vocabulary, tokenizer_mode)
-    result = Conversion(output, checkpoint.found, config, found.origins, fitting.account, tokenizer, {})
+    source_dtype = _common_dtype(weights)
+    dtype = source_dtype if dtype is None else dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"`dtype` must be one of {', '.join(map(str, DTYPES))}, but is {dtype}.")
+    tokens = _tokenizer(checkpoint, config.vocab_size, vocabulary, tokenizer_mode)
+    generation = _generation(checkpoint, config) if model_class is TransfoXLForCausalLM else None
+    _set_end_token(config, found.origins, tokens, generation)
+    auto_class, pipeline_tag = AUTO_CLASSES[model_class]
+    result = Conversion(
+        output, checkpoint.found, config, found.origins, fitting.account, auto_class, tokens.sentence, {}
+    )
 
     with written_beside(output, check) as staging:
-        write_tokenizer(staging)
-        _write_model(staging, model_class, config, weights, dtype, checkpoint)
+        tokens.write(staging)
+        _write_model(staging, model_class, config, generation, weights, dtype)
         if verify or recorded is not None:
-            result.checked = _check(staging, model_class, weights if verify else None, recorded, progress)
-        auto_class, pipeline_tag = AUTO_CLASSES[model_class]
+            rounded = {name: weight.to(dtype) for name, weight in weights.items()} if verify else None
+            result.checked = _check(staging, model_class, dtype, rounded, recorded, progress)
         card = Card(
             name=output.resolve().name,
             found=checkpoint.found,
             files=checkpoint.files,
-            command=command or f"hf-txl convert {shlex.quote(Path(source).name)} {shlex.quote(output.name)}",
+            command=shlex.join(
+                _command(
+                    checkpoint.name,
+                    output.resolve().name,
+                    format=format,
+                    set=settings,
+                    vocabulary=vocabulary,
+                    tokenizer_mode=tokenizer_mode,
+                    dtype=None if dtype == source_dtype else str(dtype).removeprefix("torch."),
+                    license=None if license == "other" else license,
+                    verify=verify,
+                    recorded=recorded,
+                )
+            ),
             version=hf_txl.__version__,
             date=datetime.date.today().isoformat(),
             account=str(fitting.account),
             parameters=sum(weight.numel() for weight in weights.values()),
             dtype=str(dtype).removeprefix("torch."),
             settings=result.settings(),
-            tokenizer=tokenizer,
+            tokenizer=tokens.sentence,
             auto_class=auto_class,
             pipeline_tag=pipeline_tag,
             license=license,
@@ -182,7 +221,7 @@ def convert(
 
 def parse_settings(config: Path | None, assignments: list[str]) -> dict[str, Any]:
     """Settings from a JSON file and from `name=value` texts, whose values are JSON or else plain text."""
-    settings = read_json(config) if config is not None else {}
+    settings = read_json_object(config) if config is not None else {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or not name:
@@ -198,10 +237,26 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
     """A floating-point type of torch by its name."""
     if name is None:
         return None
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"`dtype` must be float32, float16 or bfloat16, but is {name!r}.")
-    return dtype
+    names = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+    if name not in names:
+        raise ValueError(f"`dtype` must be one of {', '.join(names)}, but is {name!r}.")
+    return names[name]
+
+
+def _command(source: str, output: str, **options: Any) -> list[str]:
+    """The command that converts the same again; files by their names, since folders differ from place to place."""
+    command = ["hf-txl", "convert", source, output]
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if name == "set":
+            command += [part for key, each in (value or {}).items() for part in (option, f"{key}={json.dumps(each)}")]
+        elif name == "vocabulary" and value is False:
+            command.append("--no-vocabulary")
+        elif value is True:
+            command.append(option)
+        elif value not in (None, False):
+            command += [option, Path(value).name if name in ("vocabulary", "recorded") else value]
+    return command
 
 
 # --- model
@@ -226,35 +281,75 @@ def _common_dtype(weights: State) -> torch.dtype:
     dtypes = {weight.dtype for weight in weights.values()}
     if not all(dtype.is_floating_point for dtype in dtypes):
         raise ValueError(f"All weights must be floating-point numbers, but are {sorted(map(str, dtypes))}.")
-    # of a mixture, the widest
-    return max(dtypes, key=lambda dtype: (torch.finfo(dtype).bits, torch.finfo(dtype).max))
+    # of a mixture, one that holds the numbers of all
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def _generation(checkpoint: Checkpoint, config: TransfoXLConfig) -> GenerationConfig:
+    """How to generate with the model: as the source says, if it says anything."""
+    file = checkpoint.files[0].parent / GENERATION_FILE
+    if checkpoint.format != "transformers" or not file.is_file():
+        return GenerationConfig.from_model_config(config)
+    try:
+        generation = GenerationConfig.from_dict(read_json_object(file))
+        generation.validate()
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{file} must be a configuration of generation, but is not: {error}") from error
+    return generation
+
+
+def _set_end_token(
+    config: TransfoXLConfig, origins: dict[str, str], tokens: Tokens, generation: GenerationConfig | None
+) -> None:
+    """One end token in both configurations: the caller's, the tokenizer's, or what the source says in either file."""
+    if not origins.get("eos_token_id", "").startswith("given"):
+        if tokens.tokenizer is not None:
+            config.eos_token_id = tokens.tokenizer.eos_token_id
+            origins["eos_token_id"] = "tokenizer"
+        elif config.eos_token_id is None and generation is not None and generation.eos_token_id is not None:
+            config.eos_token_id = generation.eos_token_id
+            origins["eos_token_id"] = GENERATION_FILE
+    if generation is not None:
+        generation.eos_token_id = config.eos_token_id
 
 
 def _write_model(
     folder: Path,
     model_class: type[TransfoXLPreTrainedModel],
     config: TransfoXLConfig,
+    generation: GenerationConfig | None,
     weights: State,
     dtype: torch.dtype,
-    checkpoint: Checkpoint,
 ) -> None:
     config.architectures = [model_class.__name__]
     config.dtype = dtype
     config.save_pretrained(folder)
-    if model_class is TransfoXLForCausalLM:
-        generation = checkpoint.files[0].parent / "generation_config.json"
-        if checkpoint.format == "transformers" and generation.is_file():
-            GenerationConfig.from_pretrained(generation.parent).save_pretrained(folder)
-        else:
-            GenerationConfig.from_model_config(config).save_pretrained(folder)
-    save_torch_state_dict(
-        {name: weight.to(dtype).contiguous() for name, weight in weights.items()}, folder, metadata={"format": "pt"}
-    )
+    if generation is not None:
+        # `save_pretrained` refuses settings that do nothing, which transformers 4 wrote
+        generation.to_json_file(folder / GENERATION_FILE)
+    try:
+        save_torch_state_dict(_apart(weights, dtype), folder, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"The weights cannot be written to {folder}: {error}") from error
+
+
+def _apart(weights: State, dtype: torch.dtype) -> State:
+    """Each weight in memory of its own, as files need it: many may be parts of one."""
+    apart: State = {}
+    taken: set[int] = set()
+    for name, weight in weights.items():
+        weight = weight.to(dtype).contiguous()
+        if weight.untyped_storage().nbytes() != weight.nbytes or weight.data_ptr() in taken:
+            weight = weight.clone()
+        taken.add(weight.data_ptr())
+        apart[name] = weight
+    return apart
 
 
 def _check(
     folder: Path,
     model_class: type[TransfoXLPreTrainedModel],
+    dtype: torch.dtype,
     weights: State | None,
     recorded: str | Path | None,
     progress: bool,
@@ -279,7 +374,8 @@ def _check(
         for run, differences in verify_recorded(model, outputs).items():
             checked[f"{Path(recorded).name}{f', {run}' if run else ''}"] = differences
     if too_large := [line for line in checked.items() if not max(line[1].values()) <= TOLERANCE]:
-        raise RuntimeError(f"The converted model must agree to {TOLERANCE}, but differs: {dict(too_large)}.")
+        narrow = f" The weights were rounded to {dtype}." if torch.finfo(dtype).bits < 32 else ""
+        raise RuntimeError(f"The converted model must agree to {TOLERANCE}, but differs: {dict(too_large)}.{narrow}")
     return checked
 
 
@@ -287,33 +383,53 @@ def _check(
 
 
 def _tokenizer(
-    checkpoint: Checkpoint, config: TransfoXLConfig, given: str | Path | Literal[False] | None, mode: str | None
-) -> tuple[Callable[[Path], None], str]:
-    """What writes the tokenizer into a folder, and a sentence about it; the configuration learns its end token."""
+    checkpoint: Checkpoint, vocab_size: int, given: str | Path | Literal[False] | None, mode: str | None
+) -> Tokens:
     source = given if given is not None else checkpoint.vocabulary
     if source is None or source is False:
-        why = "there was no vocabulary in the source (`vocabulary` names one)" if source is None else "as asked"
-        return lambda folder: None, f"none, {why}"
+        if mode is not None:
+            raise ValueError(f"`tokenizer_mode` must come with a vocabulary, but there is none, and it is {mode!r}.")
+        why = "there was no vocabulary in the source (`--vocabulary` names one)" if source is None else "as asked"
+        return Tokens(None, lambda folder: None, f"none, {why}")
+    where = source if isinstance(source, str | Path) else "that of the checkpoint"
+    if isinstance(source, str | Path) and Path(source).is_dir():
+        source = vocabulary_in(Path(source)) or source
     if isinstance(source, str | Path) and Path(source).name == "tokenizer.json":
-        folder = Path(source).parent
-        return lambda target: _copy(folder, target), "that of the source, as it is"
-    vocabulary = read_vocabulary(source)
-    if len(vocabulary) != config.vocab_size:
-        where = source if isinstance(source, str | Path) else "that of the checkpoint"
+        tokenizer, tokens = _fast_tokenizer(Path(source), mode)
+    else:
+        vocabulary = read_vocabulary(source).of_size(vocab_size)
+        tokenizer = vocabulary.tokenizer(mode)
+        sentence = f"{len(vocabulary)} symbols, mode `{tokenizer.mode}`"
+        if mode is None and vocabulary.raw_mode != vocabulary.mode:
+            sentence += f" for text prepared as the original's was (`{vocabulary.raw_mode}` takes raw text)"
+        tokens = Tokens(tokenizer, tokenizer.save_pretrained, sentence)
+    if len(tokenizer) != vocab_size:
         raise ValueError(
-            f"The vocabulary must have as many symbols as the model has ids ({config.vocab_size}), but {where} has "
-            f"{len(vocabulary)}. Name another (`--vocabulary`), or convert without (`--no-vocabulary`)."
+            f"The vocabulary must have as many symbols as the model has ids ({vocab_size}), but {where} has "
+            f"{len(tokenizer)}. Name another (`--vocabulary`), or convert without (`--no-vocabulary`)."
         )
-    tokenizer = vocabulary.tokenizer(mode)
-    config.eos_token_id = tokenizer.eos_token_id
+    return tokens
 
-    def write(folder: Path) -> None:
-        tokenizer.save_pretrained(folder)
 
-    sentence = f"{len(vocabulary)} symbols, mode `{tokenizer.mode}`"
-    if mode is None and vocabulary.raw_mode != vocabulary.mode:
-        sentence += f" for text prepared as the original's was (`{vocabulary.raw_mode}` takes raw text)"
-    return write, sentence
+def _fast_tokenizer(file: Path, mode: str | None) -> tuple[TransfoXLTokenizer, Tokens]:
+    """One that transformers 5 reads as it is; only one of this package can be given another mode."""
+    read_json(file)
+    try:
+        with warnings.catch_warnings():
+            # its size is compared with that of the model which is written
+            warnings.simplefilter("ignore", UserWarning)
+            tokenizer = TransfoXLTokenizer.from_pretrained(file.parent)
+    # the library's errors have no class of their own
+    except Exception as error:
+        raise ValueError(f"{file} must be a tokenizer, but cannot be loaded: {error}") from error
+    if mode is None:
+        return tokenizer, Tokens(tokenizer, functools.partial(_copy, file.parent), "that of the source, as it is")
+    if "mode" not in tokenizer.init_kwargs:
+        raise ValueError(
+            f"`tokenizer_mode` must be left out, since {file} has its own way to cut text, but is {mode!r}."
+        )
+    tokenizer = tokenizer.in_mode(mode)
+    return tokenizer, Tokens(tokenizer, tokenizer.save_pretrained, f"that of the source, in mode `{mode}`")
 
 
 def _copy(source: Path, target: Path) -> None:

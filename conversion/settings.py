@@ -9,7 +9,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from hf_txl import TransfoXLConfig
-from hf_txl.configuration_transfo_xl import ATTENTION_KINDS
+from hf_txl.configuration_transfo_xl import ABSOLUTE_KINDS, ATTENTION_KINDS
 
 from .checkpoint import Checkpoint
 from .state_dict import Shapes, is_same
@@ -42,7 +42,7 @@ DIALECTS: dict[str, Fields] = {
     "transformers": {"memory_init": "zeros", "same_length_includes_oldest": False},
 }
 
-# The cutoffs that `train.py --adaptive` takes for a data set, for checkpoints whose shapes do not show them.
+# The cutoffs that `train.py --adaptive` takes for a data set, for checkpoints that do not show them otherwise.
 CUTOFFS = {"wt103": [20000, 40000, 200000], "lm1b": [60000, 100000, 640000]}
 
 # what neither shapes nor formats tell and nobody may guess
@@ -59,6 +59,14 @@ NEEDED = {
 # names of the original codes that a configuration spells otherwise
 RENAMED = {**TransfoXLConfig.attribute_map, "tie_weight": "tie_word_embeddings"}
 READ = {name for name in TransfoXLConfig.__annotations__ if not name.startswith("_")}
+# arguments of the original codes that no weight and no computation depends on, or through others only
+WITHOUT_EFFECT = {"tgt_len", "adapt_inp", "adaptive", "dataset"}
+
+# what tensors have and a file beside them may say too: where the two differ, one belongs to another model
+CERTAIN = {
+    *("vocab_size", "cutoffs", "d_model", "d_embed", "n_head", "d_head", "d_inner", "div_val", "n_layer", "max_klen"),
+    "attention_kind",
+}
 
 
 class Settings:
@@ -75,17 +83,25 @@ class Settings:
     """
 
     def __init__(self, checkpoint: Checkpoint, given: Mapping[str, Any]) -> None:
-        given = _renamed(given)
-        if unknown := sorted(set(given) - READ):
+        given, stored = _renamed(given), _renamed(checkpoint.stored)
+        if unknown := sorted(set(given) - READ - WITHOUT_EFFECT):
             raise ValueError(
                 f"Settings must be fields of `TransfoXLConfig` or arguments of the original codes, but "
                 f"{', '.join(f'`{name}`' for name in unknown)} is not."
             )
-        stored = _renamed(checkpoint.stored)
+        said = {**stored, **given}
+        shapes = _fields_from_shapes(checkpoint, said)
+        # the originals keep the vocabulary size behind the cutoffs, other readers a 0 before
+        ends = (0, given.get("vocab_size", shapes.get("vocab_size", stored.get("vocab_size"))))
+        for values in (given, stored):
+            if isinstance(cutoffs := values.get("cutoffs"), list | tuple):
+                values["cutoffs"] = [end for end in cutoffs if end not in ends]
+        _check_agreement(given, shapes, stored, checkpoint)
         known = {
             "given": given,
-            "shapes": _fields_from_shapes(checkpoint),
-            checkpoint.stored_in: {name: value for name, value in stored.items() if name in READ},
+            "shapes": shapes,
+            checkpoint.stored_in: stored,
+            "data set": _cutoffs_of_data_set(said),
             "format": DIALECTS[checkpoint.format],
         }
         self.origins: dict[str, str] = {}
@@ -93,6 +109,8 @@ class Settings:
         fields: Fields = {}
         for origin, values in known.items():
             for name, value in values.items():
+                if name not in READ:
+                    continue
                 if name not in fields:
                     fields[name] = value
                     self.origins[name] = origin
@@ -100,17 +118,12 @@ class Settings:
                     self.origins[name] += f" ({origin}: {value})"
         if checkpoint.format == "transformers":
             # the file is a configuration already; whatever else it holds is kept
-            self.config = _configuration(TransfoXLConfig.from_dict, {**checkpoint.stored, **fields})
+            rest = {
+                name: value for name, value in checkpoint.stored.items() if not READ & _renamed({name: value}).keys()
+            }
+            self.config = _configuration(TransfoXLConfig.from_dict, {**rest, **fields})
             return
-        if isinstance(cutoffs := fields.get("cutoffs"), list):
-            # the originals keep the vocabulary size behind them, other readers a 0 before
-            fields["cutoffs"] = [end for end in cutoffs if end not in (0, fields["vocab_size"])]
-        if missing := [name for name in NEEDED if name not in fields]:
-            raise ValueError(
-                f"These settings must be given, since {checkpoint.found} does not tell them: "
-                + ", ".join(f"`{name}` ({NEEDED[name]})" for name in missing)
-                + "."
-            )
+        _check_known(fields, checkpoint)
         self.config = _configuration(lambda values: TransfoXLConfig(**values), fields)
 
 
@@ -126,124 +139,248 @@ def _configuration(make: Callable[[Fields], TransfoXLConfig], fields: Fields) ->
 def _renamed(values: Mapping[str, Any]) -> Fields:
     """Settings of an original code under the names of `TransfoXLConfig`; what says nothing is left out."""
     fields = {RENAMED.get(name, name): value for name, value in values.items() if value is not None}
+    # the default of the argument, for `d_model`
+    if fields.get("d_embed") == -1:
+        del fields["d_embed"]
     if "attn_type" in fields:
         number = fields.pop("attn_type")
-        if number not in ATTENTION_KINDS:
+        if type(number) is not int or number not in ATTENTION_KINDS:
             raise ValueError(f"`attn_type` must be one of {list(ATTENTION_KINDS)}, but is {number!r}.")
         fields["attention_kind"] = ATTENTION_KINDS[number]
-    if fields.get("adaptive") and fields.get("dataset") in CUTOFFS:
-        fields.setdefault("cutoffs", CUTOFFS[fields["dataset"]])
     if (share := fields.pop("share_proj", None)) is not None:
         fields.setdefault("proj_share_all_but_first" if isinstance(share, bool) else "tie_projs", share)
     return fields
 
 
+def _cutoffs_of_data_set(said: Fields) -> Fields:
+    """What `train.py` makes of `--adaptive` and `--dataset`."""
+    known = CUTOFFS.get(str(said.get("dataset")))
+    return {"cutoffs": known} if said.get("adaptive") and known else {}
+
+
+def _check_agreement(given: Fields, shapes: Fields, stored: Fields, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose tensors are not those of the model that its settings describe, as if cut short."""
+    differing = [
+        f"`{name}` is {shapes[name]!r} by the tensors and {stored[name]!r} by {checkpoint.stored_in}"
+        for name in shapes
+        if name in CERTAIN and name in stored and name not in given and stored[name] != shapes[name]
+    ]
+    if differing:
+        raise ValueError(
+            f"The tensors must be those of the model that {checkpoint.stored_in} describes, but "
+            f"{', '.join(differing)}. If the tensors are right, give these settings (`--set name=value`)."
+        )
+
+
+def _check_known(fields: Fields, checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that lacks what the settings are read from; ask for what no tensor tells."""
+    lacking: dict[str, list[str]] = {}
+    is_absolute = fields.get("attention_kind") in ABSOLUTE_KINDS
+    for name, tensor in TOLD_BY[checkpoint.format].items():
+        if name not in fields and not (is_absolute and name in ("n_head", "d_head")):
+            lacking.setdefault(tensor, []).append(f"`{name}`")
+    if lacking:
+        raise ValueError(
+            f"{checkpoint.files[0]} must hold a Transformer-XL, but {checkpoint.found} lacks, or has in another form, "
+            + ", ".join(f"`{tensor}` (tells {' and '.join(names)})" for tensor, names in lacking.items())
+            + "."
+        )
+    if missing := [name for name in NEEDED if name not in fields]:
+        raise ValueError(
+            f"These settings must be given, since {checkpoint.found} does not tell them: "
+            + ", ".join(f"`{name}` ({NEEDED[name]})" for name in missing)
+            + "."
+        )
+
+
 # --- shapes
 
+# where settings are read from: the first of the tensors that tell each
+TOLD_BY = {
+    "pytorch": {
+        "vocab_size": "word_emb.emb_layers.0.weight",
+        "d_embed": "word_emb.emb_layers.0.weight",
+        "n_layer": "layers.0.dec_attn.layer_norm.weight",
+        "d_model": "layers.0.dec_attn.layer_norm.weight",
+        "d_inner": "layers.0.pos_ff.CoreNet.0.weight",
+        "n_head": "r_w_bias",
+        "d_head": "r_w_bias",
+    },
+    "tensorflow": {
+        "vocab_size": "transformer/adaptive_embed/lookup_table",
+        "d_embed": "transformer/adaptive_embed/lookup_table",
+        "n_layer": "transformer/layer_0/rel_attn/LayerNorm/gamma",
+        "d_model": "transformer/layer_0/rel_attn/LayerNorm/gamma",
+        "d_inner": "transformer/layer_0/ff/layer_1/kernel",
+        "n_head": "transformer/r_w_bias",
+        "d_head": "transformer/r_w_bias",
+    },
+}
+TOLD_BY["nvidia"] = TOLD_BY["pytorch"]
 
-def _fields_from_shapes(checkpoint: Checkpoint) -> Fields:
+
+def _fields_from_shapes(checkpoint: Checkpoint, said: Fields) -> Fields:
+    """What the tensors show; a setting is read from any of those that have it, since one may be missing."""
     if checkpoint.format == "transformers":
         return {}
     read = _tensorflow_fields if checkpoint.format == "tensorflow" else _pytorch_fields
-    try:
-        return read(checkpoint.shapes, checkpoint.tensors)
-    except KeyError as error:
-        raise ValueError(
-            f"{checkpoint.files[0]} must hold a Transformer-XL, but {checkpoint.found} has no tensor {error}."
-        ) from None
+    return read(checkpoint.shapes, checkpoint.tensors, said)
 
 
-def _pytorch_fields(shapes: Shapes, tensors: Mapping[str, torch.Tensor]) -> Fields:
+def _pytorch_fields(shapes: Shapes, tensors: Mapping[str, torch.Tensor], said: Fields) -> Fields:
     """Names of the original PyTorch code and, for the softmax, of NVIDIA's."""
-    tables = _numbered(shapes, r"word_emb\.emb_layers\.(\d+)\.weight")
-    attention = "layers.0.dec_attn."
+    tables = _numbered(shapes, r"(?:word_emb\.emb_layers|crit\.out_layers)\.(\d+)\.weight", 2)
+    projections = _numbered(shapes, r"word_emb\.emb_projs\.(\d+)", 2)
+    clusters = [*_all(shapes, r"crit\.cluster_weight", 2), *_all(shapes, r"crit\.cluster_bias", 1)]
+    num_clusters = clusters[0][0] if clusters else 0
+    kind = _attention_kind(shapes)
     fields: Fields = {
-        **_vocabulary_fields(tables or [shapes["word_emb.emb_layers.0.weight"]]),
-        "n_layer": len(_numbered(shapes, r"layers\.(\d+)\.dec_attn\.o_net\.weight")),
-        "d_model": shapes[attention + "layer_norm.weight"][0],
-        "d_inner": shapes["layers.0.pos_ff.CoreNet.0.weight"][0],
-        "attention_kind": _attention_kind(shapes),
+        **_layer_fields(shapes, r"layers\.(\d+)\..*", r"layers\.\d+\.\w+\.layer_norm\.\w+"),
+        **_vocabulary_fields(tables, num_clusters, projections, said),
+        "attention_kind": kind,
     }
-    if "r_emb" in shapes:
-        fields["max_klen"] = shapes["r_emb"][1]
-    by_head = shapes.get("r_w_bias") or shapes.get("r_emb", ())
-    # NVIDIA's table of absolute positions is not split into heads
-    if "r_w_bias" in shapes or len(by_head) == 4:
+    for inner, _ in _all(shapes, r"layers\.\d+\.pos_ff\.CoreNet\.0\.weight", 2)[:1]:
+        fields["d_inner"] = inner
+    # Learned tables and their biases are one tensor for all layers. NVIDIA's of absolute positions are not split into
+    # heads.
+    biases = _all(shapes, "r_[wr]_bias", 2 if kind == "transformer_xl" else 3)
+    learned = [*_all(shapes, "r_emb", 4), *_all(shapes, "r_emb", 3)]
+    for by_head in [*biases, *(table for table in learned if len(table) == 4)][:1]:
         fields["n_head"], fields["d_head"] = by_head[-2:]
-    if "crit.cluster_weight" not in shapes:
+    for table in learned:
+        fields["max_klen"] = table[1]
+    if not num_clusters:
         fields["cutoffs"] = []
-    outputs = ("crit.out_layers.{}.weight", "crit.out_layers_weights.{}")
     fields["tie_word_embeddings"] = all(
-        _is_tied(tensors, output.format(table), f"word_emb.emb_layers.{table}.weight")
-        for output in outputs
-        for table in range(len(tables))
+        _is_tied(
+            tensors,
+            [f"crit.out_layers.{bucket}.weight", f"crit.out_layers_weights.{bucket}"],
+            f"word_emb.emb_layers.{bucket}.weight",
+            said.get("tie_word_embeddings"),
+        )
+        for bucket in range(len(tables))
     )
-    if projections := _numbered(shapes, r"word_emb\.emb_projs\.(\d+)"):
-        num_buckets = shapes.get("crit.cluster_weight", (0,))[0] + 1
+    if projections:
         fields["tie_projs"] = [
-            _is_tied(tensors, f"crit.out_projs.{bucket}", f"word_emb.emb_projs.{min(bucket, len(projections) - 1)}")
-            for bucket in range(num_buckets)
+            _is_tied(
+                tensors,
+                [f"crit.out_projs.{bucket}"],
+                f"word_emb.emb_projs.{min(bucket, len(projections) - 1)}",
+                _entry(said.get("tie_projs"), bucket),
+            )
+            for bucket in range(num_clusters + 1)
         ]
     return fields
 
 
 def _attention_kind(shapes: Shapes) -> str:
-    if "layers.0.dec_attn.r_net.weight" in shapes:
+    if _all(shapes, r"layers\.\d+\.dec_attn\.r_net\.weight", 2):
         return "transformer_xl"
     if "r_emb" not in shapes:
         return "absolute_sinusoid"
     return "learned_relative" if "r_bias" in shapes else "absolute_learned"
 
 
-def _tensorflow_fields(shapes: Shapes, tensors: Mapping[str, torch.Tensor]) -> Fields:
+def _tensorflow_fields(shapes: Shapes, tensors: Mapping[str, torch.Tensor], said: Fields) -> Fields:
     """Names of the original TensorFlow code, whose softmax always shares the embedding's tables."""
     embed, softmax = "transformer/adaptive_embed/", "transformer/adaptive_softmax/"
-    tables = _numbered(shapes, embed + r"cutoff_(\d+)/lookup_table")
-    biases = _numbered(shapes, softmax + r"cutoff_(\d+)/b")
-    d_model = shapes["transformer/layer_0/rel_attn/LayerNorm/gamma"][0]
+    tables = _numbered(shapes, embed + r"(?:cutoff_(\d+)/)?lookup_table", 2)
+    projections = _numbered(shapes, embed + r"(?:cutoff_(\d+)/)?proj_W", 2)
+    biases = _numbered(shapes, softmax + r"cutoff_(\d+)/b", 1)
     fields: Fields = {
-        **_vocabulary_fields(tables or [shapes[embed + "lookup_table"]]),
+        **_layer_fields(shapes, r"transformer/layer_(\d+)/.*", r"transformer/layer_\d+/\w+/LayerNorm/\w+"),
+        **_vocabulary_fields(tables, max(0, len(biases) - 1), projections, said),
         "cutoffs": _ends([size for (size,) in biases])[:-1],
-        "n_layer": len(_numbered(shapes, r"transformer/layer_(\d+)/rel_attn/o/kernel")),
-        "d_model": d_model,
-        "d_inner": shapes["transformer/layer_0/ff/layer_1/kernel"][1],
         "attention_kind": "transformer_xl",
         "tie_word_embeddings": True,
-        "untie_r": len(shapes["transformer/r_w_bias"]) == 3,
-        "proj_same_dim": all(
-            f"{embed}cutoff_{table}/proj_W" in shapes for table, (_, width) in enumerate(tables) if width == d_model
-        ),
         # a plain softmax shares the projection whatever it was told
-        "tie_projs": [f"{softmax}cutoff_{bucket}/proj" not in shapes for bucket in range(max(1, len(biases)))],
+        "tie_projs": [
+            f"{softmax}cutoff_{bucket}/proj" not in shapes and _entry(said.get("tie_projs"), bucket) is not False
+            for bucket in range(len(biases))
+        ]
+        or [True],
     }
-    fields["n_head"], fields["d_head"] = shapes["transformer/r_w_bias"][-2:]
+    fields["proj_same_dim"] = all(
+        f"{embed}cutoff_{bucket}/proj_W" in shapes
+        for bucket, (_, width) in enumerate(tables)
+        if len(tables) > 1 and width == fields.get("d_model")
+    )
+    for _, inner in _all(shapes, r"transformer/layer_\d+/ff/layer_1/kernel", 2)[:1]:
+        fields["d_inner"] = inner
+    for by_head in [*_all(shapes, "transformer/r_[wr]_bias", 3), *_all(shapes, "transformer/r_[wr]_bias", 2)][:1]:
+        fields["untie_r"] = len(by_head) == 3
+        fields["n_head"], fields["d_head"] = by_head[-2:]
     return fields
 
 
-def _vocabulary_fields(tables: list[tuple[int, ...]]) -> Fields:
+def _layer_fields(shapes: Shapes, layer: str, norm: str) -> Fields:
+    """Number and width of the layers, by the patterns of all names in a layer and of those of its normalisation."""
+    fields: Fields = {}
+    if layers := {match[1] for name in shapes if (match := re.fullmatch(layer, name))}:
+        fields["n_layer"] = len(layers)
+    for (width,) in _all(shapes, norm, 1)[:1]:
+        fields["d_model"] = width
+    return fields
+
+
+def _vocabulary_fields(
+    tables: list[tuple[int, ...]], num_clusters: int, projections: list[tuple[int, ...]], said: Fields
+) -> Fields:
     """Sizes and widths of the buckets, from the embedding tables (words, width)."""
-    fields: Fields = {
-        "vocab_size": sum(words for words, _ in tables),
-        "d_embed": tables[0][1],
-        "div_val": tables[0][1] // tables[1][1] if len(tables) > 1 else 1,
-    }
+    if not tables:
+        return {}
+    widths = [width for _, width in tables]
+    fields: Fields = {"vocab_size": sum(words for words, _ in tables), "d_embed": widths[0]}
     if len(tables) > 1:
         fields["cutoffs"] = _ends([words for words, _ in tables])[:-1]
+    # with 1 there is one table, projected only to another width
+    if len(tables) > 1 or (not num_clusters and any(rows == columns for rows, columns in projections)):
+        fields["div_val"] = _factor(widths, said.get("div_val"))
+    elif num_clusters or not projections:
+        fields["div_val"] = 1
     return fields
 
 
-def _numbered(shapes: Shapes, pattern: str) -> list[tuple[int, ...]]:
-    """Shapes of the tensors whose name is `pattern` with 0, 1, 2, … for the group."""
-    found = {int(match[1]): shape for name, shape in shapes.items() if (match := re.fullmatch(pattern, name))}
-    return [found[number] for number in range(len(found)) if number in found]
+def _factor(widths: list[int], said: Any) -> int:
+    """The `div_val` above 1 that gives these widths. Where several do the model is the same, and the one said wins."""
+    last = len(widths) - 1
+    # those first for which no width is rounded
+    factors = sorted(range(2, widths[0] + 1), key=lambda factor: widths[0] % factor**last != 0)
+    if type(said) is int and said > 1:
+        factors.insert(0, said)
+    fitting = (f for f in factors if all(width == widths[0] // f**bucket for bucket, width in enumerate(widths)))
+    return next(fitting, 2)
+
+
+def _all(shapes: Shapes, pattern: str, num_axes: int) -> list[tuple[int, ...]]:
+    """Shapes of the tensors whose name fits and that have so many axes, none of length 0."""
+    return [
+        shape
+        for name, shape in shapes.items()
+        if len(shape) == num_axes and 0 not in shape and re.fullmatch(pattern, name)
+    ]
+
+
+def _numbered(shapes: Shapes, pattern: str, num_axes: int) -> list[tuple[int, ...]]:
+    """The same in the order of the number in the name, each number once."""
+    found: Shapes = {}
+    for name, shape in shapes.items():
+        if len(shape) == num_axes and 0 not in shape and (match := re.fullmatch(pattern, name)):
+            found.setdefault(match[1] or "0", shape)
+    return [found[number] for number in sorted(found, key=int)]
 
 
 def _ends(sizes: list[int]) -> list[int]:
     return list(itertools.accumulate(sizes))
 
 
-def _is_tied(tensors: Mapping[str, torch.Tensor], name: str, first: str) -> bool:
-    """Whether a weight is another one; one that is not there is."""
-    if name not in tensors or first not in tensors:
-        return name not in tensors
-    return is_same(tensors[name], tensors[first])
+def _is_tied(tensors: Mapping[str, torch.Tensor], names: list[str], first: str, said: Any) -> bool:
+    """Whether a weight, by any of its names, is another one; one that is not there is, unless said not to be."""
+    own = [name for name in names if name in tensors]
+    if not own:
+        return said is not False
+    return first in tensors and is_same(tensors[own[0]], tensors[first])
+
+
+def _entry(values: Any, index: int) -> Any:
+    return values[index] if isinstance(values, list | tuple) and index < len(values) else None

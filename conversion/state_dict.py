@@ -52,8 +52,7 @@ class LayersStacked(Layout):
     """One source tensor (n_layer, …) holds those of all layers."""
 
     def to_target(self, tensors: list[torch.Tensor], config: TransfoXLConfig) -> list[torch.Tensor]:
-        # each with memory of its own, as files need it
-        return [tensor.clone() for tensor in tensors[0].unbind(0)]
+        return list(tensors[0].unbind(0))
 
     def to_source(self, tensors: list[torch.Tensor], config: TransfoXLConfig) -> list[torch.Tensor]:
         return [torch.stack(tensors)]

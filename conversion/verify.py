@@ -61,24 +61,63 @@ def _verify_run(
     def compare(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
         differences[name] = max(differences.get(name, 0.0), _largest_difference(ours, theirs))
 
+    vocab_size = model.config.vocab_size
+    _check_numbers(recorded, run)
     number = 0
     while (name := f"{run}seg{number}.input_ids") in recorded:
-        input_ids = recorded[name]
-        target = recorded.get(f"{run}seg{number}.target")
-        scored = input_ids.shape[1] if target is None else target.shape[1]
-        labels = (
-            None if target is None else torch.nn.functional.pad(target, (input_ids.shape[1] - scored, 0), value=-100)
-        )
+        segment = f"{run}seg{number}"
+        input_ids = _ids(recorded, name, vocab_size)
+        batch_size, length = input_ids.shape
+        target = _ids(recorded, f"{segment}.target", vocab_size) if f"{segment}.target" in recorded else None
+        scored = length if target is None else target.shape[1]
+        if target is not None:
+            _check_shape(recorded, f"{segment}.target", (batch_size, min(scored, length)))
+            _check_shape(recorded, f"{segment}.nll", (batch_size, scored))
+        elif f"{segment}.nll" in recorded:
+            raise ValueError(f"`recorded` must hold `{segment}.target` with `{segment}.nll`, but does not.")
+        labels = None if target is None else torch.nn.functional.pad(target, (length - scored, 0), value=-100)
         output = model(input_ids, cache=memory, shift_labels=labels)
         scores = torch.log_softmax(output.logits.float(), dim=-1)
         if target is not None:
-            compare("losses", output.losses[:, -scored:], recorded[f"{run}seg{number}.nll"])
-        if (expected := recorded.get(f"{run}seg{number}.prediction_scores")) is not None:
+            compare("losses", output.losses[:, -scored:], recorded[f"{segment}.nll"])
+        if (expected := recorded.get(f"{segment}.prediction_scores")) is not None:
+            _check_shape(recorded, f"{segment}.prediction_scores", (batch_size, length, vocab_size))
             compare("log-probabilities", scores, expected)
         number += 1
     if (expected := recorded.get(f"{run}last.logprobs")) is not None:
-        compare("log-probabilities", scores[:, -expected.shape[1] :], expected)
+        width = expected.shape[1] if expected.dim() == 3 else scored
+        _check_shape(recorded, f"{run}last.logprobs", (batch_size, min(width, length), vocab_size))
+        compare("log-probabilities", scores[:, -width:], expected)
     return differences
+
+
+def _check_numbers(recorded: Mapping[str, torch.Tensor], run: str) -> None:
+    """Every segment must be read, so that none may be left out before another."""
+    found = {int(match[1]) for name in recorded if (match := re.match(rf"{re.escape(run)}seg(\d+)\.", name))}
+    for number in range(len(found)):
+        if f"{run}seg{number}.input_ids" not in recorded:
+            raise ValueError(f"`recorded` must hold `{run}seg{number}.input_ids`, but has other segments only.")
+
+
+def _ids(recorded: Mapping[str, torch.Tensor], name: str, vocab_size: int) -> torch.Tensor:
+    ids = recorded[name]
+    if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or 0 in ids.shape:
+        raise ValueError(
+            f"`{name}` of `recorded` must be whole numbers of shape (batch, time), but is {tuple(ids.shape)} of "
+            f"{ids.dtype}."
+        )
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise ValueError(
+            f"`{name}` of `recorded` must be ids from 0 to {vocab_size - 1}, but is from {ids.min()} to {ids.max()}."
+        )
+    return ids.long()
+
+
+def _check_shape(recorded: Mapping[str, torch.Tensor], name: str, shape: tuple[int, ...]) -> None:
+    if name not in recorded:
+        raise ValueError(f"`recorded` must hold `{name}`, but does not.")
+    if tuple(recorded[name].shape) != shape:
+        raise ValueError(f"`{name}` of `recorded` must have the shape {shape}, but has {tuple(recorded[name].shape)}.")
 
 
 @torch.no_grad()

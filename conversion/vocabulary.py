@@ -8,23 +8,26 @@ code and in NVIDIA's), and `TransfoXLTokenizer` of transformers 2 to 4. None of 
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hf_txl.tokenization_transfo_xl import END_TOKENS, UNKNOWN_TOKENS, TransfoXLTokenizer
 
 from .read_pytorch import StoredObject, read_file
+from .text_files import read_json, read_json_object, read_text
 
 # what is looked for in a folder, the surest first: a corpus says more than a list
 FILES = ("cache.pt", "cache.pkl", "vocab.pkl", "vocab.bin", "1b_word_vocab.txt", "vocab.txt", "vocab.json")
 CORPUS_INFO = "corpus-info.json"
-# files in which transformers kept the names of special tokens
+# files in which transformers kept the names of special tokens, and the tokens that were added to a vocabulary
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+ADDED_TOKENS = "added_tokens.json"
+# how a vocabulary of bytes calls them
+BYTES = frozenset(map(str, range(256)))
 # what the tokenizer of transformers treats as special where its files name nothing else
 LEGACY_SPECIAL = ("<formula>",)
 
@@ -40,7 +43,10 @@ class Vocabulary:
         unk_token (`str`, *optional*): The token of unknown symbols. None: the original stops at such a symbol.
         eos_token (`str`, *optional*): The token at the end of a line or sentence.
         line_start, line_end (`str`, *optional*): What it puts before and after every line of a file.
+        pad_token (`str`, *optional*): The token that fills up short rows.
         extra_special_tokens (`tuple[str, ...]`): Further tokens that are never split.
+        added_tokens (`tuple[str, ...]`):
+            Tokens that transformers added behind the symbols. Not every model has rows for them; see `of_size`.
     """
 
     symbols: list[str] = field(repr=False)
@@ -50,16 +56,30 @@ class Vocabulary:
     eos_token: str | None = None
     line_start: str | None = None
     line_end: str | None = None
+    pad_token: str | None = None
     extra_special_tokens: tuple[str, ...] = ()
+    added_tokens: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.symbols)
 
+    def of_size(self, size: int) -> Vocabulary:
+        """With the added tokens, if a model with so many ids has rows for them."""
+        if not self.added_tokens or len(self) + len(self.added_tokens) != size:
+            return self
+        return replace(
+            self,
+            symbols=[*self.symbols, *self.added_tokens],
+            extra_special_tokens=tuple(dict.fromkeys([*self.extra_special_tokens, *self.added_tokens])),
+            added_tokens=(),
+        )
+
     @property
     def raw_mode(self) -> str:
         """The mode for text that nobody has prepared: the original's scripts did that before its own code."""
-        ordinary = set(self.symbols) - {self.unk_token, self.eos_token, *self.extra_special_tokens}
-        if all(symbol.isascii() and symbol.isdecimal() and int(symbol) < 256 for symbol in ordinary):
+        special = {self.unk_token, self.eos_token, self.pad_token, *self.extra_special_tokens}
+        ordinary = set(self.symbols) - special
+        if ordinary <= BYTES:
             return "bytes"
         return "characters" if all(len(symbol) == 1 for symbol in ordinary) else "moses"
 
@@ -75,6 +95,7 @@ class Vocabulary:
             eos_token=self.eos_token,
             line_start=self.line_start,
             line_end=self.line_end,
+            pad_token=self.pad_token if self.pad_token in self.symbols else None,
             extra_special_tokens=self.extra_special_tokens,
             **kwargs,
         )
@@ -85,9 +106,10 @@ def read_vocabulary(source: Any) -> Vocabulary:
 
     Args:
         source (`str | os.PathLike` or an object that `read_file` gave):
-            A file (`cache.pt`, `cache.pkl`, `vocab.pkl`, `vocab.bin`; a list of symbols in `.txt`, one a line, or in
-            `.json`; `corpus-info.json` beside one of these), a folder with such a file, or what is in it: a corpus, a
-            vocabulary, a dictionary of a vocabulary's attributes, a checkpoint with an entry `vocab`.
+            A file (`cache.pt`, `cache.pkl`, `vocab.pkl`, `vocab.bin`; symbols in `.txt`, one a line, or in `.json`, a
+            list or a dictionary of ids; `corpus-info.json` beside one of these), a folder with such a file, or what
+            is in it: a corpus, a vocabulary, a dictionary of a vocabulary's attributes, a checkpoint with an entry
+            `vocab`.
 
     Raises:
         ValueError: The source holds no vocabulary, or one that contradicts itself; `FileNotFoundError`: no such file.
@@ -104,7 +126,11 @@ def read_vocabulary(source: Any) -> Vocabulary:
     if path.suffix == ".txt":
         return _from_symbols(_read_lines(path), str(path))
     if path.suffix == ".json":
-        return _from_symbols(json.loads(path.read_text(encoding="utf-8")), str(path))
+        stored = read_json(path)
+        symbols = _symbols({"sym2idx": stored}, str(path)) if isinstance(stored, dict) else stored
+        vocabulary = _from_symbols(symbols, str(path))
+        # no code prepared text for such a list, so a list of characters is for text as it is
+        return replace(vocabulary, mode="characters") if vocabulary.raw_mode == "characters" else vocabulary
     return _from_object(read_file(path), str(path), _settings_beside(path))
 
 
@@ -123,7 +149,7 @@ def _with_corpus_info(path: Path) -> Vocabulary:
     """The file of the TensorFlow code that gives the size of a vocabulary, which is in a file beside it."""
     file = _find(path.parent)
     vocabulary = read_vocabulary(file)
-    stated = json.loads(path.read_text(encoding="utf-8")).get("vocab_size")
+    stated = read_json_object(path).get("vocab_size")
     if stated != len(vocabulary):
         raise ValueError(
             f"{path}: `vocab_size` must be the number of symbols in {file.name} ({len(vocabulary)}), but is {stated}."
@@ -133,8 +159,7 @@ def _with_corpus_info(path: Path) -> Vocabulary:
 
 def _read_lines(path: Path) -> list[str]:
     """The first word of every line, as the original reads it: what follows may be a count."""
-    with open(path, encoding="utf-8") as lines:
-        words = [line.split(maxsplit=1)[:1] for line in lines]
+    words = [line.split(maxsplit=1)[:1] for line in read_text(path).rstrip("\n").split("\n")]
     if [] in words:
         raise ValueError(f"{path}: line {words.index([]) + 1} must hold a symbol, but is blank.")
     return [word for [word] in words]
@@ -144,7 +169,9 @@ def _settings_beside(path: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name in SETTINGS:
         if (path.parent / name).is_file():
-            settings |= json.loads((path.parent / name).read_text(encoding="utf-8"))
+            settings |= read_json_object(path.parent / name)
+    if (path.parent / ADDED_TOKENS).is_file():
+        settings["added_tokens"] = read_json_object(path.parent / ADDED_TOKENS)
     return settings
 
 
@@ -158,7 +185,8 @@ def _from_object(stored: Any, name: str, settings: Mapping[str, Any]) -> Vocabul
     if isinstance(stored, StoredObject):
         return _from_symbols(symbols, name, mode="pretokenized", settings=attributes)
     # transformers stored the attributes alone, and what its other files say came before them
-    named = attributes.get("_special_tokens_map") or {}
+    named = attributes.get("_special_tokens_map")
+    named = named if isinstance(named, Mapping) else {}
     settings = {"additional_special_tokens": LEGACY_SPECIAL, **attributes, **named, **settings}
     return _from_symbols(symbols, name, mode="moses", settings=settings)
 
@@ -166,6 +194,10 @@ def _from_object(stored: Any, name: str, settings: Mapping[str, Any]) -> Vocabul
 def _symbols(attributes: Mapping[str, Any], name: str) -> list[str]:
     """The symbols in the order of their ids, which is stored twice, but not by every release of transformers."""
     sym2idx, idx2sym = attributes["sym2idx"], attributes.get("idx2sym")
+    if not isinstance(sym2idx, Mapping) or not all(type(index) is int for index in sym2idx.values()):
+        raise ValueError(f"{name}: `sym2idx` must give a whole number for each symbol, but does not.")
+    if idx2sym and not isinstance(idx2sym, list | tuple):
+        raise ValueError(f"{name}: `idx2sym` must be a list, but is a {type(idx2sym).__name__}.")
     symbols = sorted(sym2idx, key=sym2idx.__getitem__)
     if [sym2idx[symbol] for symbol in symbols] != list(range(len(symbols))):
         raise ValueError(f"{name}: `sym2idx` must give the ids 0 to {len(symbols) - 1} once each, but does not.")
@@ -186,9 +218,10 @@ def _from_symbols(symbols: Any, name: str, mode: str = "pretokenized", settings:
     if delimiter not in (None, ""):
         raise ValueError(f"{name}: `delimiter` must be None (white space) or empty, but is {delimiter!r}.")
     unk_token, eos_token = (
-        next((token for token in (settings.get(key), *usual) if token in known), None)
+        next((token for token in (_text_of(settings.get(key)), *usual) if token in known), None)
         for key, usual in (("unk_token", UNKNOWN_TOKENS), ("eos_token", END_TOKENS))
     )
+    extra = settings.get("additional_special_tokens")
     return Vocabulary(
         symbols,
         mode="characters" if delimiter == "" else mode,
@@ -197,6 +230,32 @@ def _from_symbols(symbols: Any, name: str, mode: str = "pretokenized", settings:
         eos_token=eos_token,
         line_start=eos_token if eos_token == "<S>" else None,
         line_end=eos_token,
+        pad_token=_text_of(settings.get("pad_token")),
         # transformers gives a special token that is not in the vocabulary an id that the model does not have
-        extra_special_tokens=tuple(t for t in settings.get("additional_special_tokens", ()) if t in known),
+        extra_special_tokens=tuple(
+            token
+            for token in map(_text_of, extra if isinstance(extra, list | tuple) else ())
+            if token and token in known
+        ),
+        added_tokens=_added(settings.get("added_tokens", {}), symbols, name),
     )
+
+
+def _added(ids: Mapping[str, Any], symbols: list[str], name: str) -> tuple[str, ...]:
+    """The tokens behind a vocabulary in the order of their ids; the file may repeat some of its own."""
+    new = {token: index for token, index in ids.items() if token not in symbols}
+    whole = all(type(index) is int for index in new.values())
+    if not whole or sorted(new.values()) != list(range(len(symbols), len(symbols) + len(new))):
+        raise ValueError(
+            f"{name}: {ADDED_TOKENS} beside it must give the ids from {len(symbols)} on once each, but gives {new}."
+        )
+    return tuple(sorted(new, key=new.__getitem__))
+
+
+def _text_of(token: Any) -> str | None:
+    """A token that transformers wrote as a text, or with its properties."""
+    if isinstance(token, StoredObject):
+        token = token.state
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hf_txl.conversion.checkpoint import Checkpoint
 from hf_txl.conversion.convert import wanted_shapes
 from hf_txl.conversion.key_rules import FORMATS
 from hf_txl.conversion.settings import Settings
-from hf_txl.conversion.state_dict import State, to_source
+from hf_txl.conversion.state_dict import Fitting, State, to_source
 
 SIZES: dict[str, Any] = {
     "vocab_size": 41,
@@ -85,16 +86,6 @@ def test_projections_are_tied_as_another_reader_calls_it(share_proj: Any) -> Non
     assert found.config.tie_projs == expected
 
 
-def test_where_a_stored_value_differs_from_the_shapes_both_are_shown() -> None:
-    tensors = source_tensors("pytorch")
-    found = Settings(checkpoint_of("pytorch", tensors, n_layer=7, d_inner=20, mem_len=5), {**ASKED, "mem_len": 9})
-    assert (found.config.n_layer, found.config.mem_len) == (2, 9)
-    assert found.origins["n_layer"] == "shapes (log.txt: 7)"
-    assert found.origins["d_inner"] == "shapes"
-    assert found.origins["mem_len"] == "given (log.txt: 5)"
-    assert found.origins["memory_init"] == "format"
-
-
 @pytest.mark.parametrize("copied", [True, False])
 def test_tensors_of_equal_values_are_tied_whether_they_share_memory_or_not(copied: bool) -> None:
     """Some ways to save a state dict keep only values."""
@@ -129,3 +120,188 @@ def test_heads_are_read_where_tables_are_split_into_them(format: str) -> None:
 def test_a_source_that_is_no_transformer_xl_is_refused_by_the_first_missing_tensor() -> None:
     with pytest.raises(ValueError, match="must hold a Transformer-XL.*word_emb.emb_layers.0.weight"):
         Settings(checkpoint_of("pytorch", {"linear.weight": torch.zeros(2, 2)}), ASKED)
+
+
+STORED: dict[str, Any] = {
+    "vocab_size": 42,
+    "cutoffs": [11, 24],
+    "d_model": 18,
+    "d_embed": 18,
+    "n_head": 3,
+    "d_head": 8,
+    "d_inner": 21,
+    "div_val": 4,
+    "n_layer": 3,
+    "attn_type": 2,
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("format", ["pytorch", "nvidia", "tensorflow"])
+def test_a_size_that_is_stored_otherwise_than_the_tensors_have_it_is_refused(format: str, name: str) -> None:
+    """One of the two belongs to another model, or tensors were lost; the caller may say that they are right."""
+    asked = {key: value for key, value in ASKED.items() if format != "tensorflow" or key != "pre_lnorm"}
+    tensors = source_tensors(format, cutoffs=[11, 23], div_val=2)
+    right = Settings(checkpoint_of(format, tensors), asked).config
+    field = "attention_kind" if name == "attn_type" else name
+    with pytest.raises(ValueError, match=rf"must be those of the model that log\.txt describes.*`{field}` is "):
+        Settings(checkpoint_of(format, tensors, **{name: STORED[name]}), asked)
+    overridden = Settings(
+        checkpoint_of(format, tensors, **{name: STORED[name]}), {**asked, field: getattr(right, field)}
+    )
+    assert overridden.config == right
+
+
+def test_all_sizes_that_differ_are_in_one_message() -> None:
+    with pytest.raises(ValueError) as raised:
+        Settings(checkpoint_of("pytorch", source_tensors("pytorch", cutoffs=[11, 23], div_val=2), **STORED), ASKED)
+    for name in STORED:
+        assert f"`{'attention_kind' if name == 'attn_type' else name}` is" in str(raised.value)
+
+
+def test_where_stored_ties_differ_from_the_tensors_both_are_shown() -> None:
+    """Tensors of equal values can be tied whatever was said."""
+    tensors = source_tensors("pytorch")
+    tensors["crit.out_layers.0.weight"] = tensors["word_emb.emb_layers.0.weight"].clone()
+    found = Settings(
+        checkpoint_of("pytorch", tensors, tie_weight=False, d_inner=20, mem_len=5), {**ASKED, "mem_len": 9}
+    )
+    assert (found.config.tie_word_embeddings, found.config.mem_len) == (True, 9)
+    assert found.origins["tie_word_embeddings"] == "shapes (log.txt: False)"
+    assert found.origins["d_inner"] == "shapes"
+    assert found.origins["mem_len"] == "given (log.txt: 5)"
+    assert found.origins["memory_init"] == "format"
+
+
+@pytest.mark.parametrize("stored", [{}, {"div_val": 4}, {"div_val": 1, "d_embed": -1}])
+@pytest.mark.parametrize("div_val", [1, 2, 4])
+@pytest.mark.parametrize("d_embed", [16, 12])
+def test_a_plain_softmax_may_have_any_div_val(d_embed: int, div_val: int, stored: dict[str, Any]) -> None:
+    """The original then projects one table although it may be as wide as the model."""
+    fields = {"cutoffs": [], "div_val": div_val, "d_embed": d_embed, "tie_projs": [True]}
+    tensors = source_tensors("pytorch", **fields)
+    assert ("word_emb.emb_projs.0" in tensors) == (div_val > 1 or d_embed != 16)
+    said = stored.get("div_val", div_val)
+    if d_embed == 16 and (said > 1) != (div_val > 1):
+        with pytest.raises(ValueError, match="`div_val` is"):
+            Settings(checkpoint_of("pytorch", tensors, **stored), ASKED)
+        return
+    config = Settings(checkpoint_of("pytorch", tensors, **stored), ASKED).config
+    if "div_val" in stored:
+        assert config.div_val == said
+    assert fitting_of("pytorch", tensors, config).read(tensors)
+
+
+@pytest.mark.parametrize(("widths", "div_val"), [((48, 12, 3), 4), ((48, 24, 12), 2), ((10, 2), 5), ((27, 9, 3), 3)])
+def test_the_factor_of_the_widths_is_one_that_divides(widths: tuple[int, ...], div_val: int) -> None:
+    cutoffs = [11, 23][: len(widths) - 1]
+    tensors = source_tensors("pytorch", cutoffs=cutoffs, div_val=div_val, d_embed=widths[0])
+    assert tuple(tensors[f"word_emb.emb_layers.{table}.weight"].shape[1] for table in range(len(widths))) == widths
+    assert Settings(checkpoint_of("pytorch", tensors), ASKED).config.div_val == div_val
+
+
+def test_widths_that_were_rounded_are_refused_with_their_factor() -> None:
+    """The original takes 50 // 4, which no configuration here describes."""
+    tensors = source_tensors("pytorch", cutoffs=[11, 23], div_val=2, d_embed=16)
+    for table, width in enumerate((50, 12, 3)):
+        words = tensors[f"word_emb.emb_layers.{table}.weight"].shape[0]
+        tensors[f"word_emb.emb_layers.{table}.weight"] = torch.zeros(words, width)
+    for stored in ({}, {"div_val": 4, "d_embed": 50}):
+        with pytest.raises(ValueError, match=r"`d_embed` must be divisible.*4\*\*2 = 16.*but is 50"):
+            Settings(checkpoint_of("pytorch", tensors, **stored), ASKED)
+
+
+def options_of(format: str) -> dict[str, Any]:
+    return {name: value for name, value in ASKED.items() if format != "tensorflow" or name != "pre_lnorm"}
+
+
+def read_as(format: str, tensors: State, **stored: Any) -> None:
+    """What a conversion does before it writes."""
+    config = Settings(checkpoint_of(format, tensors, **stored), options_of(format)).config
+    fitting_of(format, tensors, config).read(tensors)
+
+
+def fitting_of(format: str, tensors: State, config: TransfoXLConfig) -> Fitting:
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return Fitting(FORMATS[format], config, shapes, wanted_shapes(TransfoXLForCausalLM, config))
+
+
+DAMAGED = {
+    # `crit` of NVIDIA's and of the TensorFlow code has the same shapes
+    "pytorch": {"cutoffs": [11, 23], "div_val": 2, "tie_projs": [False, True, True]},
+    "nvidia": {"cutoffs": [11, 23], "div_val": 2, "tie_projs": [False, True, True]},
+    "tensorflow": {"cutoffs": [11, 23], "div_val": 2, "tie_projs": [False, True, True], "untie_r": True},
+}
+
+
+@pytest.mark.parametrize("format", DAMAGED)
+def test_a_missing_tensor_is_named_together_with_all_else(format: str) -> None:
+    """Also one that settings are read from; only without the embeddings nothing else is known."""
+    whole = source_tensors(format, **DAMAGED[format])
+    read_as(format, whole)
+    # a projection that is lost looks as if it were tied; NVIDIA's code stores which are
+    stored = {"tie_projs": DAMAGED[format]["tie_projs"]}
+    for name in whole:
+        other = next(each for each in reversed(whole) if re.search(r"pos_ff|/ff/", each) and each != name)
+        tensors = {key: tensor for key, tensor in whole.items() if key not in (name, other)}
+        with pytest.raises(ValueError) as raised:
+            read_as(format, {**tensors, "surplus": torch.zeros(1)}, **stored)
+        if re.search(r"emb|cutoff_\d/b", name):
+            # sizes of the vocabulary are unknown, or do not fit each other
+            assert "must" in str(raised.value), name
+        else:
+            for each in (name, other, "surplus"):
+                assert f"`{each}`" in str(raised.value), name
+
+
+@pytest.mark.parametrize("format", DAMAGED)
+@pytest.mark.parametrize("shape", [(), (5,), (4, 0)])
+def test_a_tensor_of_any_other_shape_is_refused_by_one_message(format: str, shape: tuple[int, ...]) -> None:
+    whole = source_tensors(format, **DAMAGED[format])
+    for name in whole:
+        with pytest.raises(ValueError, match="must"):
+            read_as(format, {**whole, name: torch.zeros(shape)})
+
+
+def test_a_missing_table_is_named_with_what_it_tells() -> None:
+    tensors = source_tensors("pytorch")
+    del tensors["word_emb.emb_layers.0.weight"], tensors["r_w_bias"], tensors["r_r_bias"]
+    with pytest.raises(ValueError) as raised:
+        Settings(checkpoint_of("pytorch", tensors), ASKED)
+    assert "`word_emb.emb_layers.0.weight` (tells `vocab_size` and `d_embed`)" in str(raised.value)
+    assert "`r_w_bias` (tells `n_head` and `d_head`)" in str(raised.value)
+
+
+def test_arguments_of_the_original_without_effect_may_be_given() -> None:
+    """As in a copy of its arguments; those without meaning are still refused."""
+    checkpoint = checkpoint_of("pytorch", source_tensors("pytorch"))
+    given = {**ASKED, "tgt_len": 5, "adapt_inp": False, "adaptive": True, "dataset": "enwik8", "n_token": 41}
+    assert Settings(checkpoint, given).config == Settings(checkpoint, ASKED).config
+    with pytest.raises(ValueError, match="`tgt_length` is not"):
+        Settings(checkpoint, {**ASKED, "tgt_length": 5})
+
+
+@pytest.mark.parametrize("cutoffs", [[11, 23], [11, 23, 41], [0, 11, 23, 41]])
+@pytest.mark.parametrize("size", ["vocab_size", "n_token"])
+def test_a_configuration_of_transformers_may_have_the_ends_of_the_vocabulary(size: str, cutoffs: list[int]) -> None:
+    stored = {**SIZES, "cutoffs": cutoffs, "model_type": "transfo-xl", "title": "kept"}
+    stored[size] = stored.pop("vocab_size")
+    config = Settings(checkpoint_of("transformers", {}, **stored), {}).config
+    assert (config.cutoffs, config.vocab_size) == ([11, 23], 41)
+    assert config.to_dict()["title"] == "kept"
+    assert Settings(checkpoint_of("transformers", {}, **stored), {"mem_len": 9}).config.mem_len == 9
+
+
+@pytest.mark.parametrize("value", ["0", 7, [0], {}, 1.5])
+def test_an_odd_attention_type_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="`attn_type` must be one of"):
+        Settings(checkpoint_of("pytorch", source_tensors("pytorch"), attn_type=value), ASKED)
+
+
+@pytest.mark.parametrize("format", ["pytorch", "nvidia"])
+def test_output_weights_that_are_said_to_be_own_and_are_not_there_are_missing(format: str) -> None:
+    """Without a word about it they are taken for tied: a way to save a state dict keeps one name only."""
+    tensors = source_tensors(format, cutoffs=[11, 23], div_val=2)
+    read_as(format, tensors)
+    with pytest.raises(ValueError, match=r"missing: `crit\.out_layers"):
+        read_as(format, tensors, tie_weight=False)

@@ -172,14 +172,6 @@ def test_corpus_info_leads_to_the_vocabulary_beside_it(tmp_path: Path) -> None:
         read_vocabulary(info)
 
 
-def test_a_list_in_json_may_hold_white_space(tmp_path: Path) -> None:
-    vocabulary = read_vocabulary(FIXTURES / "hf_transfo_xl_small" / "char" / "vocab.json")
-    assert vocabulary.symbols[:3] == [" ", "e", "t"]
-    assert vocabulary.raw_mode == "characters"
-    tokenizer = vocabulary.tokenizer("characters")
-    assert tokenizer.decode(tokenizer("to be\nor not").input_ids) == "to be\nor not"
-
-
 @pytest.mark.parametrize(
     ("name", "mode"), [("enwik8", "bytes"), ("text8", "characters"), ("lm1b", "moses"), ("wt103", "moses")]
 )
@@ -278,3 +270,132 @@ def test_a_corpus_with_arrays_of_numpy_is_read(
     for name in ("data_utils", "vocabulary"):
         monkeypatch.delitem(sys.modules, name)
     assert read_vocabulary(tmp_path / "cache.pkl").symbols == symbols
+
+
+# ---- what transformers wrote beside a vocabulary -----------------------------------------------------------------
+
+
+def legacy_folder(folder: Path, **files: Any) -> Path:
+    """A folder as transformers 4 left it, with further files in JSON."""
+    folder.mkdir(exist_ok=True)
+    (folder / "vocab.pkl").write_bytes(pickle.dumps(attributes()))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(
+            content if isinstance(content, str) else json.dumps(content), encoding="utf-8"
+        )
+    return folder
+
+
+def with_properties(token: str) -> dict[str, Any]:
+    return {"content": token, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+
+
+def test_special_tokens_may_be_written_with_their_properties(tmp_path: Path) -> None:
+    names = {"eos_token": "a", "unk_token": "b", "additional_special_tokens": ["<unk>"], "pad_token": "<eos>"}
+    plain = read_vocabulary(legacy_folder(tmp_path, special_tokens_map=names))
+    written = {
+        key: [with_properties(each) for each in value] if isinstance(value, list) else with_properties(value)
+        for key, value in names.items()
+    }
+    assert read_vocabulary(legacy_folder(tmp_path, special_tokens_map=written)) == plain
+    assert (plain.eos_token, plain.unk_token, plain.extra_special_tokens) == ("a", "b", ("<unk>",))
+    assert plain.tokenizer().pad_token == "<eos>"
+
+
+@pytest.mark.parametrize("value", [None, 3, {}, {"content": 3}, [], [None, 3, {}]])
+@pytest.mark.parametrize("name", ["eos_token", "unk_token", "pad_token", "additional_special_tokens"])
+def test_odd_special_tokens_are_none(name: str, value: Any, tmp_path: Path) -> None:
+    vocabulary = read_vocabulary(legacy_folder(tmp_path, special_tokens_map={name: value}))
+    assert (vocabulary.eos_token, vocabulary.unk_token, vocabulary.pad_token) == ("<eos>", "<unk>", None)
+    assert vocabulary.extra_special_tokens == ()
+    assert read_vocabulary(attributes(_special_tokens_map={name: value})).unk_token == "<unk>"
+
+
+def test_added_tokens_are_symbols_where_the_model_has_rows_for_them(tmp_path: Path) -> None:
+    """A model that was resized has; others are still of the size of the vocabulary."""
+    folder = legacy_folder(
+        tmp_path,
+        added_tokens={"<sep>": 5, "<pad>": 4, "a": 1},
+        special_tokens_map={"pad_token": "<pad>", "unk_token": "<unk>"},
+    )
+    vocabulary = read_vocabulary(folder)
+    assert vocabulary.added_tokens == ("<pad>", "<sep>")
+    assert vocabulary.symbols == ["<eos>", "a", "<unk>", "b"]
+    for size in (4, 5, 7):
+        assert vocabulary.of_size(size) == vocabulary
+    assert vocabulary.tokenizer().pad_token is None
+    tokenizer = vocabulary.of_size(6).tokenizer()
+    assert len(tokenizer) == 6
+    assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<pad>", 4)
+    assert tokenizer("a<sep>b <pad>").input_ids == [1, 5, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "added", [{"<pad>": 5}, {"<pad>": 4, "<sep>": 4}, {"<pad>": 0}, {"<pad>": "4"}, {"<pad>": 4.5}]
+)
+def test_added_tokens_with_other_ids_are_refused(added: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"added_tokens\.json beside it must give the ids from 4 on"):
+        read_vocabulary(legacy_folder(tmp_path, added_tokens=added))
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map", "added_tokens"])
+@pytest.mark.parametrize("content", ["{", "", "[]", "null", "[" * 100_000])
+def test_a_damaged_file_beside_a_vocabulary_is_named(name: str, content: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{name}\.json must"):
+        read_vocabulary(legacy_folder(tmp_path, **{name: content}))
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "corpus-info.json", "vocab.txt"])
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfea", b"", b"3", b"{}", b'{"a": "b"}', b'["a", 3]', b"null"])
+def test_damaged_text_files_are_named(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("a\n", encoding="utf-8")
+    (tmp_path / name).write_bytes(content)
+    if name == "vocab.txt" and content[:1] not in (b"\xff", b""):
+        assert len(read_vocabulary(tmp_path / name)) == 1
+        return
+    with pytest.raises(ValueError, match=name):
+        read_vocabulary(tmp_path / name)
+
+
+ODD: dict[str, Any] = {
+    "no dictionary": {"sym2idx": ["a"]},
+    "nothing": {"sym2idx": None},
+    "texts for ids": {"sym2idx": {"a": "0"}},
+    "numbers for ids": {"sym2idx": {"a": 0.0}},
+    "truth for ids": {"sym2idx": {"a": False}},
+    "mixed ids": {"sym2idx": {"a": 0, "b": None}},
+    "mixed symbols": {"sym2idx": {"a": 0, None: 1}, "idx2sym": []},
+    "a list in words": {"idx2sym": 7},
+    "a dictionary of words": {"idx2sym": {0: "a"}},
+    "a delimiter of lists": {"delimiter": []},
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+@pytest.mark.parametrize("is_object", [True, False])
+def test_odd_vocabularies_are_refused_by_one_message(case: str, is_object: bool) -> None:
+    stored = attributes(**ODD[case])
+    with pytest.raises(ValueError, match="must"):
+        read_vocabulary(StoredObject("utils.vocabulary.Vocab", (), stored) if is_object else stored)
+
+
+def test_a_dictionary_of_ids_in_json_is_a_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text('{"b": 2, "<unk>": 0, "the": 1}', encoding="utf-8")
+    vocabulary = read_vocabulary(tmp_path)
+    assert (vocabulary.symbols, vocabulary.mode) == (["<unk>", "the", "b"], "pretokenized")
+
+
+def test_a_list_of_characters_in_json_is_for_text_as_it_is() -> None:
+    """White space is among them, which `pretokenized` never sees."""
+    tokenizer = read_vocabulary(FIXTURES / "hf_transfo_xl_small" / "char" / "vocab.json").tokenizer()
+    assert tokenizer.mode == "characters"
+    assert tokenizer.decode(tokenizer("to be\nor not").input_ids) == "to be\nor not"
+
+
+@pytest.mark.parametrize("mode", ["bytes", "characters"])
+def test_words_are_no_bytes_and_no_characters(mode: str) -> None:
+    words = read_vocabulary(VOCABULARIES / "txl-cache-pt")
+    with pytest.raises(ValueError, match=rf"`mode` must be 'moses' or 'pretokenized' .* but is '{mode}'"):
+        words.tokenizer(mode)
+    with pytest.raises(ValueError, match="`mode` must be"):
+        words.tokenizer().in_mode(mode)
