@@ -7,7 +7,9 @@ holds the shortlist and then one column per cluster, in order. Both are apart fr
 with it but the width of the hidden states.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .configuration_transfo_xl import TransfoXLConfig
+from .recompute_transfo_xl import BucketLossFunction, TableGradient, TablePartsFunction
 
 # logits of one bucket that are held at once while scoring: 2**25 float32 numbers are 128 MiB
 MAX_LOGITS = 2**25
@@ -22,6 +25,8 @@ MAX_LOGITS = 2**25
 # a cluster is left out only where its probability is below that of a candidate by this factor (nats): more than
 # rounding, here and in what is done to the scores later, can make up for
 CANDIDATE_MARGIN = 1e-3
+
+Tables: TypeAlias = list[tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor] | None]]
 
 # T tokens   V vocabulary   S size of a bucket   E width of a bucket's embeddings
 
@@ -119,12 +124,14 @@ class AdaptiveLogSoftmax(nn.Module):
             self.cluster_weight = nn.Parameter(torch.empty(self.num_clusters, config.d_embed))
             self.cluster_bias = nn.Parameter(torch.empty(self.num_clusters))
 
+    def _project(self, bucket: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        name = str(bucket)
+        # (…, d_model) x (d_model, E) -> (…, E)
+        return F.linear(hidden_states, self.out_projs[name].t()) if name in self.out_projs else hidden_states
+
     def _logits(self, bucket: int, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits of one bucket, `(…, S)`; those of the shortlist are followed by one column per cluster."""
-        name = str(bucket)
-        if name in self.out_projs:
-            # (…, d_model) x (d_model, E) -> (…, E)
-            hidden_states = F.linear(hidden_states, self.out_projs[name].t())
+        hidden_states = self._project(bucket, hidden_states)
         if len(self.out_layers) == self.num_clusters + 1:
             logits = self.out_layers[bucket](hidden_states)
         else:
@@ -197,7 +204,7 @@ class AdaptiveLogSoftmax(nn.Module):
         flat_hidden = hidden_states.flatten(0, -2)
         flat_targets = targets.flatten()
         if self.num_clusters == 0:
-            losses = self._bucket_losses(0, flat_hidden, flat_targets)
+            losses = self._bucket_losses(0, flat_hidden, flat_targets, self._tables())
         elif torch.compiler.is_compiling():
             losses = self._losses_of_all(flat_hidden, flat_targets)
         else:
@@ -210,24 +217,25 @@ class AdaptiveLogSoftmax(nn.Module):
         sizes = torch.bincount(buckets, minlength=ignored + 1).tolist()
         order = torch.argsort(buckets, stable=True)[: targets.numel() - sizes[ignored]]
         hidden_sorted, targets_sorted, buckets_sorted = hidden_states[order], targets[order], buckets[order]
-        losses = self._bucket_losses(0, hidden_sorted, self._head_column(targets_sorted, buckets_sorted))
+        tables = self._tables()
+        losses = self._bucket_losses(0, hidden_sorted, self._head_column(targets_sorted, buckets_sorted), tables)
         parts = [losses[: sizes[0]]]
         start = sizes[0]
         # an empty cluster is computed too (on no tokens): each parameter takes part in every step, as DDP expects
         for cluster in range(1, self.num_clusters + 1):
             rows = slice(start, start + sizes[cluster])
             columns = targets_sorted[rows] - self.bucket_ends[cluster - 1]
-            parts.append(losses[rows] + self._bucket_losses(cluster, hidden_sorted[rows], columns))
+            parts.append(losses[rows] + self._bucket_losses(cluster, hidden_sorted[rows], columns, tables))
             start = rows.stop
         return losses.new_zeros(targets.shape).index_copy(0, order, torch.cat(parts))
 
     def _losses_of_all(self, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         counted = targets >= 0
         buckets = self._bucket_of(targets)
-        losses = self._bucket_losses(0, hidden_states, self._head_column(targets.clamp(min=0), buckets))
+        losses = self._bucket_losses(0, hidden_states, self._head_column(targets.clamp(min=0), buckets), None)
         for cluster in range(1, self.num_clusters + 1):
             start, end = self.bucket_ends[cluster - 1], self.bucket_ends[cluster]
-            tail = self._bucket_losses(cluster, hidden_states, (targets - start).clamp(0, end - start - 1))
+            tail = self._bucket_losses(cluster, hidden_states, (targets - start).clamp(0, end - start - 1), None)
             losses = losses + torch.where(buckets == cluster, tail, 0.0)
         return torch.where(counted, losses, 0.0)
 
@@ -241,8 +249,15 @@ class AdaptiveLogSoftmax(nn.Module):
     def _head_column(self, targets: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
         return torch.where(buckets == 0, targets, self.shortlist_size + buckets - 1)
 
-    def _bucket_losses(self, bucket: int, hidden_states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    def _bucket_losses(
+        self, bucket: int, hidden_states: torch.Tensor, columns: torch.Tensor, tables: Tables | None
+    ) -> torch.Tensor:
         """Negative log-likelihood of one column per token within a bucket, `(T,)`; 0 where the column is -100."""
+        if tables is not None:
+            weight, bias, of_weight = tables[bucket]
+            clusters = (self.cluster_weight, self.cluster_bias) if bucket == 0 and self.num_clusters else (None, None)
+            states = self._project(bucket, hidden_states)
+            return BucketLossFunction.apply(states, columns, weight, bias, *clusters, of_weight, MAX_LOGITS)
 
         def losses_of(hidden: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
             return F.cross_entropy(self._logits(bucket, hidden), column, reduction="none")
@@ -251,15 +266,31 @@ class AdaptiveLogSoftmax(nn.Module):
             return losses_of(hidden_states, columns)
         size = self.bucket_ends[bucket] - (self.bucket_ends[bucket - 1] if bucket else 0)
         block = max(1, MAX_LOGITS // size)
-        if len(columns) <= block:
-            return losses_of(hidden_states, columns)
         # with gradients the logits of a block are computed again in the backward pass rather than kept
-        keep = not torch.is_grad_enabled()
+        keep = len(columns) <= block or not torch.is_grad_enabled()
         blocks = [
             losses_of(hidden, column) if keep else checkpoint(losses_of, hidden, column, use_reentrant=False)
             for hidden, column in zip(hidden_states.split(block), columns.split(block), strict=True)
         ]
         return torch.cat(blocks)
+
+    def _tables(self) -> Tables | None:
+        """Weight and bias per bucket, and where the gradient of a weight goes if it is part of a table.
+
+        None where weights are not to be read: while compiling, or where an adapter or a quantised layer has taken the
+        place of one, which must be called as it is.
+        """
+        layers: list[Any] = list(self.out_layers)
+        if torch.compiler.is_compiling() or any(type(layer) is not nn.Linear for layer in layers):
+            return None
+        if len(layers) == self.num_clusters + 1:
+            return [(layer.weight, layer.bias, None) for layer in layers]
+        starts, ends = [0, *self.bucket_ends[:-1]], self.bucket_ends
+        sizes = [end - start for start, end in zip(starts, ends, strict=True)]
+        gradient = TableGradient(layers[0].weight)
+        weights = TablePartsFunction.apply(layers[0].weight, sizes, gradient)
+        parts = [partial(gradient.part, start, end) for start, end in zip(starts, ends, strict=True)]
+        return list(zip(weights, layers[0].bias.split(sizes), parts, strict=True))
 
 
 __all__ = ["AdaptiveEmbedding", "AdaptiveLogSoftmax"]

@@ -24,6 +24,7 @@ from .positions_transfo_xl import (
     gather_relative_scores,
     spread_relative_probabilities,
 )
+from .recompute_transfo_xl import RelativeAttentionFunction
 
 # B batch   H heads   Q queries (one segment)   K keys: start slots, then stored ones, then the segment's
 # D head size   N = K + Q rows of a position table
@@ -147,6 +148,20 @@ class SegmentAttention(nn.Module):
         _, key, value = self.project(memory_states)
         return key, value
 
+    def project_all(
+        self,
+        hidden_states: torch.Tensor,
+        memory_states: torch.Tensor | None,
+        layout: AttentionLayout,
+        relative_keys: RelativeKeys,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Inputs of the layer and queries of the segment; keys and values of memory and segment."""
+        states = hidden_states if memory_states is None else torch.cat([memory_states, hidden_states], dim=1)
+        states = self.add_positions(states, layout, relative_keys)
+        query, key, value = self.project(states)
+        # the memory asks nothing
+        return states[:, -layout.query_length :], query[:, :, -layout.query_length :], key, value
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -173,11 +188,7 @@ class SegmentAttention(nn.Module):
             `(batch_size, query_length, d_model)` after the residual, and probabilities
             `(batch_size, n_head, query_length, key_length)` or `None`.
         """
-        states = hidden_states if memory_states is None else torch.cat([memory_states, hidden_states], dim=1)
-        states = self.add_positions(states, layout, relative_keys)
-        query, key, value = self.project(states)
-        # the memory asks nothing
-        query, hidden_states = query[:, :, -layout.query_length :], states[:, -layout.query_length :]
+        hidden_states, query, key, value = self.project_all(hidden_states, memory_states, layout, relative_keys)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         key, value = self._add_start_states(key, value, layout, hidden_states)
@@ -310,6 +321,30 @@ class RelativeAttention(SegmentAttention):
     section 3.4 of Huang et al.: "skewing").
     """
 
+    def project_memory(self, memory_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if type(self.qkv_net) is not nn.Linear:
+            # an adapter or a quantised layer must be called as it is
+            return super().project_memory(memory_states)
+        if self.config.pre_lnorm:
+            memory_states = self.layer_norm(memory_states)
+        # the memory asks nothing; (B, M, 2 * H * D) -> (B, M, 2, H, D) -> two of (B, H, M, D)
+        projected = F.linear(memory_states, self.qkv_net.weight[self.num_heads * self.head_size :])
+        key, value = projected.unflatten(-1, (2, self.num_heads, self.head_size)).permute(2, 0, 3, 1, 4)
+        return key, value
+
+    def project_all(
+        self,
+        hidden_states: torch.Tensor,
+        memory_states: torch.Tensor | None,
+        layout: AttentionLayout,
+        relative_keys: RelativeKeys,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        query, key, value = self.project(hidden_states)
+        if memory_states is not None:
+            memory_key, memory_value = self.project_memory(memory_states)
+            key, value = torch.cat([memory_key, key], dim=2), torch.cat([memory_value, value], dim=2)
+        return hidden_states, query, key, value
+
     def position_query(self, query: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """What meets the rows, `(B, H, Q, D')`."""
         return query
@@ -370,6 +405,46 @@ class TransfoXLAttention(RelativeAttention):
     def position_query(self, query: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         bias = self.r_r_bias if bias is None else bias
         return query + bias.to(query.dtype)[:, None, :]
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: AttentionLayout,
+        relative_keys: RelativeKeys,
+        biases: tuple[torch.Tensor, torch.Tensor] | None,
+        output_attentions: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not self._recomputes(query, layout, output_attentions):
+            return super().attend(query, key, value, layout, relative_keys, biases, output_attentions)
+        output = RelativeAttentionFunction.apply(
+            query,
+            key,
+            value,
+            relative_keys.rows_for(self.layer_idx, layout, self.make_rows),
+            *(biases if biases is not None else (self.r_w_bias, self.r_r_bias)),
+            layout.key_mask,
+            layout.window,
+            self.scaling,
+            self.config.dropatt if self.training else 0.0,
+        )
+        return output, None
+
+    def _recomputes(self, query: torch.Tensor, layout: AttentionLayout, output_attentions: bool) -> bool:
+        """Whether a CPU trains: scores are then computed again in the backward pass rather than kept.
+
+        In training mode without gradients too, as in the first pass of reentrant checkpointing: dropout must be the
+        same in both.
+        """
+        return (
+            (self.training or (torch.is_grad_enabled() and query.requires_grad))
+            and not torch.compiler.is_compiling()
+            and query.device.type == "cpu"
+            and layout.distances is None
+            and not output_attentions
+            and self.config._attn_implementation in BACKENDS
+        )
 
     def make_rows(self, relative_keys: RelativeKeys) -> torch.Tensor:
         # (N, d_model) -> (N, H, D)

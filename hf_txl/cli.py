@@ -75,7 +75,7 @@ def convert(
         str | None, typer.Option(help="How the tokenizer treats text.", show_default="as the vocabulary's code")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, float16 or bfloat16.", show_default="the source's")
+        str | None, typer.Option(help="float64, float32, float16 or bfloat16.", show_default="the source's")
     ] = None,
     license: Annotated[str, typer.Option(help="For the card: an identifier of the Hub.")] = "other",
     verify: Annotated[

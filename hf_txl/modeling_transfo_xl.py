@@ -36,6 +36,7 @@ from .attention_transfo_xl import ATTENTION_CLASSES, SegmentAttention
 from .cache_transfo_xl import TransfoXLMemory
 from .configuration_transfo_xl import TransfoXLConfig
 from .past_transfo_xl import open_past
+from .recompute_transfo_xl import ReluDropoutFunction
 
 # B batch   Q positions of the segment
 
@@ -82,8 +83,17 @@ class TransfoXLFeedForward(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(B, Q, d_model)` -> `(B, Q, d_model)`."""
         if self.pre_lnorm:
-            return hidden_states + self.CoreNet(self.layer_norm(hidden_states))
-        return self.layer_norm(hidden_states + self.CoreNet(hidden_states))
+            return hidden_states + self._transform(self.layer_norm(hidden_states))
+        return self.layer_norm(hidden_states + self._transform(hidden_states))
+
+    def _transform(self, states: torch.Tensor) -> torch.Tensor:
+        expand, relu, drop, contract, drop_last = self.CoreNet
+        states = expand(states)
+        if self.training and not torch.compiler.is_compiling():
+            states = ReluDropoutFunction.apply(states, drop.p)
+        else:
+            states = drop(relu(states))
+        return drop_last(contract(states))
 
 
 class TransfoXLLayer(GradientCheckpointingLayer):

@@ -23,13 +23,14 @@ CONVERSION = "conversion"  # a source folder beside the package, installed as hf
 FLAT = {
     "configuration_transfo_xl": set(),
     # it is built from the same configuration as the model, not from a dozen of its numbers
-    "adaptive_transfo_xl": {"configuration_transfo_xl"},
+    "adaptive_transfo_xl": {"configuration_transfo_xl", "recompute_transfo_xl"},
     "tokenization_transfo_xl": set(),
     # it wraps a layer of the library, nothing of ours
     "rolling_transfo_xl": set(),
     "cache_transfo_xl": {"configuration_transfo_xl", "rolling_transfo_xl"},
     "positions_transfo_xl": set(),
-    "attention_transfo_xl": {"configuration_transfo_xl", "positions_transfo_xl"},
+    "recompute_transfo_xl": {"positions_transfo_xl"},
+    "attention_transfo_xl": {"configuration_transfo_xl", "positions_transfo_xl", "recompute_transfo_xl"},
     "past_transfo_xl": {
         "configuration_transfo_xl",
         "cache_transfo_xl",
@@ -42,6 +43,7 @@ FLAT = {
         "attention_transfo_xl",
         "adaptive_transfo_xl",
         "past_transfo_xl",
+        "recompute_transfo_xl",
     },
 }
 LIBRARY = {

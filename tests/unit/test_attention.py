@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_txl import TransfoXLConfig, TransfoXLModel
+from hf_txl import TransfoXLConfig, TransfoXLModel, recompute_transfo_xl
 from hf_txl.attention_transfo_xl import TransfoXLAttention, eager_attention, sdpa_attention
 from hf_txl.conversion.slow_model import SlowTransfoXL
 from hf_txl.positions_transfo_xl import (
@@ -488,6 +488,7 @@ def test_dropout_is_at_the_original_places(pre_lnorm: bool, monkeypatch: pytest.
     model = make_model(dropout=0.25, dropatt=0.5, pre_lnorm=pre_lnorm, **LARGE_WEIGHTS).double().train()
     slow = SlowWithFactors(model.config, model.state_dict())
     monkeypatch.setattr(torch.nn.functional, "dropout", scale)
+    monkeypatch.setattr(recompute_transfo_xl, "dropout_factors", lambda like, p, seed: torch.full_like(like, 1 + p))
     ids = random_ids(1, 9)
     memory, slow_memory = model.init_memory(1), slow.new_memory(1)
     for segment in (ids[:, :4], ids[:, 4:]):
@@ -509,6 +510,8 @@ def test_attention_dropout_reaches_the_fused_backend(monkeypatch: pytest.MonkeyP
         return fused(*args, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    # as on a GPU
+    monkeypatch.setattr(TransfoXLAttention, "_recomputes", lambda *arguments: False)
     model = make_model(dropout=0.25, dropatt=0.5)
     model.set_attn_implementation("sdpa")
     model(random_ids(1, 4))
