@@ -331,6 +331,9 @@ def _write_model(
         save_torch_state_dict(_apart(weights, dtype), folder, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"The weights cannot be written to {folder}: {error}") from error
+    # whoever may read the others; this library lets nobody but the owner
+    for file in folder.glob("*.safetensors"):
+        file.chmod((folder / "config.json").stat().st_mode)
 
 
 def _apart(weights: State, dtype: torch.dtype) -> State:

@@ -59,6 +59,8 @@ NEEDED = {
 # names of the original codes that a configuration spells otherwise
 RENAMED = {**TransfoXLConfig.attribute_map, "tie_weight": "tie_word_embeddings"}
 READ = {name for name in TransfoXLConfig.__annotations__ if not name.startswith("_")}
+# … and those that say something in another way
+READ_OTHERWISE = {"attn_type", "share_proj"}
 # arguments of the original codes that no weight and no computation depends on, or through others only
 WITHOUT_EFFECT = {"tgt_len", "adapt_inp", "adaptive", "dataset"}
 
@@ -119,7 +121,9 @@ class Settings:
         if checkpoint.format == "transformers":
             # the file is a configuration already; whatever else it holds is kept
             rest = {
-                name: value for name, value in checkpoint.stored.items() if not READ & _renamed({name: value}).keys()
+                name: value
+                for name, value in checkpoint.stored.items()
+                if RENAMED.get(name, name) not in READ and name not in READ_OTHERWISE
             }
             self.config = _configuration(TransfoXLConfig.from_dict, {**rest, **fields})
             return
@@ -187,7 +191,7 @@ def _check_known(fields: Fields, checkpoint: Checkpoint) -> None:
         )
     if missing := [name for name in NEEDED if name not in fields]:
         raise ValueError(
-            f"These settings must be given, since {checkpoint.found} does not tell them: "
+            f"These settings must be given (`--set name=value`), since {checkpoint.found} does not tell them: "
             + ", ".join(f"`{name}` ({NEEDED[name]})" for name in missing)
             + "."
         )

@@ -151,7 +151,9 @@ def verify_with_source(
     memory, slow_memory = TransfoXLMemory(config, **lengths), reference.new_memory(batch_size, **lengths)
     generator = torch.Generator().manual_seed(seed)
     differences = {"hidden states": 0.0}
-    for length in tqdm(segments, desc="comparing with the reference", unit="segment", disable=not progress):
+    # on terminals only
+    hidden = None if progress else True
+    for length in tqdm(segments, desc="comparing with the reference", unit="segment", disable=hidden):
         input_ids = _ids_of_all_buckets(config.bucket_ends, (batch_size, length), generator)
         rows = reference.read(input_ids, slow_memory)
         output = model(input_ids, cache=memory, output_hidden_states=True)

@@ -103,6 +103,18 @@ def test_a_tokenizer_that_was_left_out_is_left_out_by_the_command_in_the_card(tm
     assert command_in(tmp_path / "out") == ["hf-txl", "convert", "checkpoint_last.pt", "out", "--no-vocabulary"]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="modes are those of Unix")
+def test_whoever_may_read_one_file_may_read_all(tmp_path: Path) -> None:
+    umask = os.umask(0o022)
+    try:
+        convert(NVIDIA, tmp_path / "out", progress=False)
+    finally:
+        os.umask(umask)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()}
+    assert "model.safetensors" in modes
+    assert set(modes.values()) == {"0o644"}, modes
+
+
 # ---- precision ---------------------------------------------------------------------------------------------------
 
 

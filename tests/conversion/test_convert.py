@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from hf_txl import TransfoXLForCausalLM, TransfoXLForSequenceClassification
 from hf_txl.cli import app
+from hf_txl.conversion import checkpoint
 from hf_txl.conversion.convert import convert
 from hf_txl.conversion.verify import verify_recorded
 from tests.helpers import FIXTURES, assert_close
@@ -201,6 +202,9 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
     from_shards = converted(tmp_path / "shards", tmp_path / "converted")
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight, from_shards.state_dict()[name]), name
+    card = (tmp_path / "converted" / "README.md").read_text(encoding="utf-8")
+    for shard in (tmp_path / "shards").glob("*.safetensors"):
+        assert f"| {shard.name} | `{hashlib.sha256(shard.read_bytes()).hexdigest()}` |" in card
 
 
 # ---- precision, checks, card -------------------------------------------------------------------------------------
@@ -249,6 +253,7 @@ def test_wrong_settings_fail_the_comparison_and_leave_nothing(tmp_path: Path) ->
 # ---- what the command refuses ------------------------------------------------------------------------------------
 
 GOOD = FIXTURES / "pytorch_original" / "xl-enwik8" / "model.pt"
+GOOD_CHECKPOINT = checkpoint.open_checkpoint(GOOD)
 
 
 @pytest.mark.parametrize(
@@ -303,6 +308,25 @@ def test_a_folder_with_several_checkpoints_asks_which(tmp_path: Path) -> None:
     result = run(tmp_path, tmp_path / "out")
     assert result.exit_code == 2
     assert "holds several: model.pt, model.ckpt" in result.output
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (["checkpoint_best.pt", "checkpoint_last.pt"], "checkpoint_best.pt"),
+        (["model.safetensors", "pytorch_model.bin"], "model.safetensors"),
+        (["model.safetensors.index.json", "model.safetensors-00001"], "model.safetensors.index.json"),
+    ],
+)
+def test_of_what_one_code_writes_side_by_side_one_is_taken(
+    names: list[str], chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+    monkeypatch.setattr(checkpoint, "_open_pytorch", lambda path, format: opened.append(path) or GOOD_CHECKPOINT)
+    for name in names:
+        (tmp_path / name).touch()
+    checkpoint.open_checkpoint(tmp_path)
+    assert opened == [tmp_path / chosen]
 
 
 def test_an_existing_output_is_replaced_only_by_force(tmp_path: Path) -> None:

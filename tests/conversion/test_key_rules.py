@@ -170,6 +170,26 @@ def test_everything_that_does_not_fit_is_named_at_once() -> None:
     assert sum(map(len, fitting.account.ignored.values())) == 1
 
 
+@pytest.mark.parametrize(
+    ("format", "name"),
+    [
+        ("pytorch", "pos_emb.inv_freq2"),
+        ("pytorch", "my.pos_emb.inv_freq"),
+        ("transformers", "transformer.pos_emb.inv_freq.scale"),
+        ("tensorflow", "transformer/r_w_bias/Adam_2"),
+        ("tensorflow", "beta1_power_mine"),
+        ("tensorflow", "transformer/global_step"),
+    ],
+)
+def test_what_only_looks_like_a_tensor_to_leave_out_is_unexpected(format: str, name: str) -> None:
+    config = TransfoXLConfig(**SIZES, **VOCABULARIES["tables"], untie_r=False)
+    wanted = wanted_shapes(TransfoXLForCausalLM, config)
+    found = {**shapes_of(to_source(FORMATS[format], config, random_weights(wanted))), name: (1,)}
+    account = Fitting(FORMATS[format], config, found, wanted).account
+    assert account.unexpected == [f"`{name}` (1,)"]
+    assert account.ignored == {}
+
+
 def test_a_tied_tensor_under_its_second_name_only_is_found() -> None:
     config = TransfoXLConfig(**SIZES, **VOCABULARIES["tables"], untie_r=False)
     wanted = wanted_shapes(TransfoXLForCausalLM, config)

@@ -289,6 +289,11 @@ def test_a_configuration_of_transformers_may_have_the_ends_of_the_vocabulary(siz
     config = Settings(checkpoint_of("transformers", {}, **stored), {}).config
     assert (config.cutoffs, config.vocab_size) == ([11, 23], 41)
     assert config.to_dict()["title"] == "kept"
+    # what says nothing is the default, as in the arguments of the original
+    stored |= {"d_embed": -1, "mem_len": None, "attn_type": 0, "share_proj": [False, True, False]}
+    config = Settings(checkpoint_of("transformers", {}, **stored), {}).config
+    assert (config.d_embed, config.mem_len, config.tie_projs) == (16, TransfoXLConfig().mem_len, [False, True, False])
+    assert (config.attention_kind, "share_proj" in config.to_dict()) == ("transformer_xl", False)
     assert Settings(checkpoint_of("transformers", {}, **stored), {"mem_len": 9}).config.mem_len == 9
 
 

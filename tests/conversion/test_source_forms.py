@@ -289,3 +289,41 @@ def test_an_odd_configuration_of_generation_is_named(content: str, tmp_path: Pat
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith("Error: ") and "generation_config.json" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+# ---- what is stored with the weights -----------------------------------------------------------------------------
+
+
+def test_of_what_nvidia_stores_the_arguments_of_the_constructor_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`args` are the options of the training script, some of which it changes before it builds the model."""
+    content = read_file(NVIDIA)
+    arguments = StoredObject("argparse.Namespace", (), {"mem_len": 3, "dropout": 0.3, "init": "uniform"})
+    content |= {"args": arguments, "model_config": {**content["model_config"], "mem_len": 7, "dropout": 0.7}}
+    monkeypatch.setattr(module, "read_file", lambda path: content)
+    config = Settings(open_checkpoint(NVIDIA), {}).config
+    assert (config.mem_len, config.dropout, config.init) == (7, 0.7, "uniform")
+
+
+def test_every_argument_that_a_module_keeps_is_read_where_it_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = read_file(ENWIK8 / "model.pt")
+    attention = model.state["_modules"]["layers"].state["_modules"]["0"].state["_modules"]["dec_attn"]
+    model.state.update(mem_len=11, clamp_len=12, ext_len=13, same_length=True)
+    model.state["_modules"]["drop"].state["p"] = 0.14
+    attention.state["_modules"]["dropatt"].state["p"] = 0.15
+    attention.state["_modules"]["layer_norm"].state["eps"] = 0.16
+    attention.state["pre_lnorm"] = True
+    monkeypatch.setattr(module, "read_file", lambda path: model)
+    config = Settings(open_checkpoint(ENWIK8 / "model.pt"), {}).config
+    assert (config.mem_len, config.clamp_len, config.ext_len, config.same_length) == (11, 12, 13, True)
+    assert (config.dropout, config.dropatt, config.layer_norm_epsilon, config.pre_lnorm) == (0.14, 0.15, 0.16, True)
+
+
+def test_of_a_log_only_the_arguments_at_its_top_are_read(tmp_path: Path) -> None:
+    """`train.py` goes on in the same file when it is started again; what else is there looks alike."""
+    shutil.copy(ENWIK8 / "state_dict.pt", tmp_path / "model.pt")
+    top = ["=" * 100, "    - mem_len : 9", "    - dataset : enwik8", "    - same_length : False", "=" * 100]
+    log = [*top, "#params = 7", "    - mem_len : 3", "| epoch 1"]
+    (tmp_path / "log.txt").write_text("\n".join(log), encoding="utf-8")
+    opened = open_checkpoint(tmp_path)
+    assert opened.stored == {"mem_len": 9, "dataset": "enwik8", "same_length": False}
+    assert opened.stored_in == "log.txt"
