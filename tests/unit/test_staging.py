@@ -109,7 +109,7 @@ def test_a_place_that_cannot_be_written_to_is_known_before_any_work(
     with pytest.raises(FileExistsError, match="must be a folder, but .* is none"):
         check_writable(tmp_path / "link", FORCE)
     # root may write anywhere
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path or mode != os.W_OK | os.X_OK)
     with pytest.raises(PermissionError, match=f"{tmp_path} cannot"):
         check_writable(tmp_path / "a" / "b", CHECK)
 

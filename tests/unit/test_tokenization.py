@@ -462,6 +462,8 @@ def test_a_vocabulary_can_be_used_in_another_mode(tmp_path: Path) -> None:
     assert plain.symbols == moses.symbols
     assert plain.decode(plain("the end, ,").input_ids) == "the <unk> ,"
     assert plain.in_mode("moses")(TEXT).input_ids == moses(TEXT).input_ids
+    lower = TransfoXLTokenizer.from_vocabulary(WORDS, "moses", lower_case=True).in_mode("pretokenized")
+    assert lower("THE ,").input_ids == [2, 3]
     numbers = [str(byte) for byte in range(256)]
     assert TransfoXLTokenizer.from_vocabulary(numbers, "bytes").in_mode("pretokenized")("10 9").input_ids == [10, 9]
 
