@@ -33,7 +33,10 @@ TOLERANCE = 1e-4
 
 def load(model: str) -> Any:
     """The model, if it is one of ours with a loss over tokens."""
-    model_type = AutoConfig.from_pretrained(model).model_type
+    try:
+        model_type = AutoConfig.from_pretrained(model).model_type
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"MODEL must be a model's folder or Hub name, but is {model}: {error}") from error
     if model_type != hf_txl.TransfoXLConfig.model_type:
         raise typer.BadParameter(
             f"MODEL must be a {hf_txl.TransfoXLConfig.model_type}, but {model} is a {model_type}."
@@ -57,6 +60,7 @@ def main(
     model: Annotated[str, typer.Argument(help="Folder or Hub name of a pretrained model with its tokenizer.")],
     text_file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="UTF-8 text to train on.")],
     output: Annotated[Path, typer.Option(help="New folder for the adapter.")] = Path("adapter"),
+    force: Annotated[bool, typer.Option("--force", help="Replace what is in that folder.")] = False,
     validation_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Held-out text.", show_default="the last tenth")
     ] = None,
@@ -77,7 +81,7 @@ def main(
         from peft import LoraConfig, PeftModel, get_peft_model
     except ImportError as error:
         raise typer.BadParameter("This example needs peft; `pip install peft`.") from error
-    replaceable = new_or_forced(False, [text_file])
+    replaceable = new_or_forced(force, [text_file, model])
     try:
         check_writable(output, replaceable)
     except OSError as error:

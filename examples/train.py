@@ -31,7 +31,7 @@ import hf_txl
 from hf_txl.corpus import tokenize_corpus
 from hf_txl.scoring import evaluate_stream
 from hf_txl.tokenization_transfo_xl import build_vocabulary
-from hf_txl.training import TransfoXLTrainer, TransfoXLTrainingArguments
+from hf_txl.training import TransfoXLTrainer, TransfoXLTrainingArguments, last_checkpoint
 
 MODES = {
     "moses": ("<eos>", "<unk>"),
@@ -95,8 +95,9 @@ def read_arguments() -> tuple[DataArguments, TransfoXLTrainingArguments, dict[st
 
 def find_tokenizer(data: DataArguments, args: TransfoXLTrainingArguments) -> Any:
     """The tokenizer of a folder or of the model, or a new one of the training text."""
-    if data.tokenizer not in MODES:
-        source = data.tokenizer or data.model
+    # ids of a model mean the words of its own tokenizer, whatever a recipe makes for a new one
+    if data.model is not None or data.tokenizer not in MODES:
+        source = data.model if data.tokenizer in (None, *MODES) else data.tokenizer
         if source is None:
             raise SystemExit(f"--tokenizer must be a folder or one of {', '.join(MODES)}, but is not given.")
         return AutoTokenizer.from_pretrained(source)
@@ -171,6 +172,8 @@ def write_results(trainer: TransfoXLTrainer, by_memory: list[dict[str, Any]]) ->
 def main() -> None:
     """Tokenise, train, evaluate, save."""
     data, args, settings = read_arguments()
+    if not data.resume and (found := last_checkpoint(args.output_dir)) is not None:
+        raise SystemExit(f"--output_dir holds an earlier run ({found}); go on with --resume, or name another folder.")
     tokenizer = find_tokenizer(data, args)
 
     def tokens(path: list[str] | str, streaming: bool = False) -> Any:

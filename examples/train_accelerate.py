@@ -3,9 +3,8 @@
     python examples/train_accelerate.py --output runs/plain                                  # the text in the package
     torchrun --nproc_per_node 2 examples/train_accelerate.py my_text.txt --output runs/two   # or `accelerate launch`
 
-One token is one character, and the last tenth of the text is held out. The same command again goes on from the last
-checkpoint, in which `model` is a model folder. Processes on several machines need an output folder that all can see.
-`examples/train.py` does the same and more with the library's `Trainer`.
+One token is one character; the last tenth of the text is held out. The same command again goes on from the last
+checkpoint, whose `model` is a model folder. `examples/train.py` does the same and more with the library's `Trainer`.
 """
 
 import hashlib
@@ -80,7 +79,10 @@ def main(
     num_rows = batch_size // world_size
     if batch_size % world_size:
         raise typer.BadParameter(f"--batch-size must be a multiple of {world_size} processes, but is {batch_size}.")
-    text = demo_text() if text_file is None else text_file.read_bytes().decode("utf-8")
+    try:
+        text = demo_text() if text_file is None else text_file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"TEXT_FILE must be UTF-8, but {text_file} is not: {error}.") from error
     settings |= {"processes": world_size, "text": hashlib.sha256(text.encode()).hexdigest()}
     checkpoint = find_checkpoint(output, settings)
     tokenizer = character_tokenizer(text)
@@ -109,8 +111,7 @@ def main(
         memory.to(accelerator.device)
 
     def read_segment(number: int) -> dict[str, torch.Tensor]:
-        """This process's rows of a segment; the text begins again where it has ended."""
-        first = number % streams.num_segments * batch_size + rank * num_rows
+        first = number % streams.num_segments * batch_size + rank * num_rows  # where a text ends, it begins again
         rows = [streams[index] for index in range(first, first + num_rows)]
         return {name: torch.stack([row[name] for row in rows]).to(accelerator.device) for name in rows[0]}
 
@@ -125,8 +126,7 @@ def main(
         model.train()
         for part in parts:
             with accelerator.accumulate(model):
-                # Where a piece begins again, its end must be forgotten: it does not precede the first token. All rows
-                # begin at the same time here; with documents it would be `memory.reset(rows)`.
+                # where a piece begins again, its end must be forgotten: that is not what precedes its first token
                 if part.pop("reset_memory").any():
                     memory.reset()
                 loss = model(**part, cache=memory, num_items_in_batch=num_tokens).loss

@@ -55,6 +55,7 @@ def tokenize_corpus(
         `input_ids` of int32 lists.
     """
     from datasets import Features, IterableDataset, List, Value, load_dataset
+    from datasets.exceptions import DatasetGenerationError
 
     if not hasattr(source, "column_names"):
         paths = [source] if isinstance(source, str | os.PathLike) else list(source)
@@ -63,15 +64,23 @@ def tokenize_corpus(
             raise ValueError(
                 f"`source` must be text files or a data set, but these are no files: {missing or source}."
             )
+        if not any(Path(path).stat().st_size for path in paths):
+            raise ValueError(f"`source` must hold text, but these files are empty: {[str(path) for path in paths]}.")
         text_column = "text"
-        source = load_dataset(
-            "text",
-            data_files=[str(path) for path in paths],
-            split="train",
-            keep_linebreaks=True,
-            streaming=streaming,
-            cache_dir=None if cache_dir is None else str(cache_dir),
-        )
+        try:
+            source = load_dataset(
+                "text",
+                data_files=[str(path) for path in paths],
+                split="train",
+                keep_linebreaks=True,
+                streaming=streaming,
+                cache_dir=None if cache_dir is None else str(cache_dir),
+            )
+        except DatasetGenerationError as error:
+            raise ValueError(
+                f"`source` must be text files in UTF-8, but {[str(path) for path in paths]} could not be read: "
+                f"{error.__cause__ or error}."
+            ) from error
     columns = source.column_names
     if columns is not None and text_column not in columns:
         raise ValueError(f"`text_column` must be a column of the data set ({columns}), but is {text_column!r}.")

@@ -150,6 +150,11 @@ class TransfoXLTrainer(Trainer):
         # rows are of equal length; the library's choice for a tokenizer would pad them
         super().__init__(model=model, args=args, **{"data_collator": default_data_collator, **settings})
         self.memory: TransfoXLMemory | None = None
+        if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1 and args.world_size == 1:
+            raise ValueError(
+                f"{started} processes were started, but each sees only itself and would train on its own. Without an "
+                "accelerator set `use_cpu=True`."
+            )
         if args.n_gpu > 1:
             raise ValueError(
                 f"One process must use one device, as each has its own memory, but this one sees {args.n_gpu} GPUs "

@@ -479,6 +479,27 @@ def test_a_streamed_text_is_trained_without_being_written(words: Path, tmp_path:
     assert any("loss" in entry for entry in read(tmp_path / "out")["history"])
 
 
+def test_a_used_output_folder_is_refused_unless_the_run_goes_on(
+    words: Path, trained_twice: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = trained_twice
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, train_arguments(words, folder, 8))])
+    with pytest.raises(SystemExit, match=r"--output_dir holds an earlier run \(.*checkpoint-8\); go on with --resume"):
+        load_example("train").main()
+
+
+def test_a_model_that_goes_on_training_keeps_its_tokenizer(
+    words: Path, trained_twice: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Whatever kind a recipe makes for a new model."""
+    train = load_example("train")
+    folder, _ = trained_twice
+    data = train.DataArguments(train_file=[str(words / "valid.txt")], model=str(folder), tokenizer="characters")
+    args = train.TransfoXLTrainingArguments(str(tmp_path / "out"), use_cpu=True)
+    assert train.find_tokenizer(data, args).get_vocab() == AutoTokenizer.from_pretrained(folder).get_vocab()
+    assert not (tmp_path / "out" / "tokenizer").exists()
+
+
 # --- train_accelerate.py
 
 
@@ -584,6 +605,15 @@ def test_a_plain_loop_that_is_killed_goes_on_to_the_same_bits(text_file: Path, t
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path / "killed").items())
 
 
+def test_a_text_that_is_no_utf8_is_refused_by_the_plain_loop(tmp_path: Path) -> None:
+    typer = pytest.importorskip("typer")
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"no text \xff\xfe" * 100)
+    with pytest.raises(typer.BadParameter, match="TEXT_FILE must be UTF-8, but .*invalid start byte"):
+        load_example("train_accelerate").main(path, tmp_path / "out", batch_size=4)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_plain_loop_does_not_go_on_with_other_settings(text_file: Path, one_process: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in one_process.rglob("*")}
     changed = options(dropout=0.0, segment_length=16)
@@ -633,6 +663,7 @@ def test_an_adapter_is_trained_saved_loaded_and_merged(one_process: Path, text_f
         (70, False, "transfo-xl", r"held-out text must have at least 2 tokens for each of 8 streams, but has 7"),
         (1250, True, "transfo-xl", "must be new or empty"),
         (1250, False, "gpt2", "must be a transfo-xl, but .* is a gpt2"),
+        (1250, False, "", "MODEL must be a model's folder or Hub name"),
     ],
 )
 def test_an_adapter_that_cannot_be_trained_is_refused_before_the_training(
@@ -644,7 +675,8 @@ def test_an_adapter_that_cannot_be_trained_is_refused_before_the_training(
     if model_type != "transfo-xl":
         folder = tmp_path / "other"
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
+        if model_type:
+            (folder / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
     (tmp_path / "text.txt").write_text(demo_text()[:length], encoding="utf-8")
     output = tmp_path / "adapter"
     if occupied:

@@ -475,6 +475,14 @@ def test_several_gpus_in_one_process_are_refused(tmp_path: Path, monkeypatch: py
         TransfoXLTrainer(tiny_model(), args, train_dataset=TEXT)
 
 
+def test_processes_that_do_not_see_each_other_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torchrun` on a CPU without `use_cpu`: every process would train alone and write the same files."""
+    args = arguments(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes were started, but each sees only itself.*`use_cpu=True`"):
+        TransfoXLTrainer(tiny_model(), args, train_dataset=TEXT)
+
+
 def test_texts_that_cannot_be_evaluated_are_refused(tmp_path: Path) -> None:
     trainer = TransfoXLTrainer(tiny_model(), arguments(tmp_path))
     with pytest.raises(ValueError, match="`eval_dataset` must be a text to evaluate, but is None"):
