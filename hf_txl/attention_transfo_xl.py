@@ -97,6 +97,7 @@ class SegmentAttention(nn.Module):
         self.layer_idx = layer_idx
         self.num_heads, self.head_size = config.n_head, config.d_head
         self.scaling = self.head_size**-0.5
+        self.pre_lnorm = config.pre_lnorm
         self.make_projections()
         # published names, which are a contract, here and below
         self.o_net = nn.Linear(self.num_heads * self.head_size, config.d_model, bias=False)
@@ -135,7 +136,7 @@ class SegmentAttention(nn.Module):
 
     def project(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, `(B, S, d_model)` -> three of `(B, H, S, D)`."""
-        if self.config.pre_lnorm:
+        if self.pre_lnorm:
             states = self.layer_norm(states)
         # (B, S, 3 * H * D) -> (B, S, 3, H, D) -> three of (B, H, S, D)
         projected = self.qkv_net(states).unflatten(-1, (3, self.num_heads, self.head_size))
@@ -186,7 +187,7 @@ class SegmentAttention(nn.Module):
         # (B, Q, H, D) -> (B, Q, H * D)
         output = self.drop(self.o_net(output.flatten(-2)))
         output = hidden_states + output
-        if not self.config.pre_lnorm:
+        if not self.pre_lnorm:
             output = self.layer_norm(output)
         return output, probabilities if output_attentions else None
 
@@ -234,9 +235,9 @@ class SegmentAttention(nn.Module):
     def _works_in_blocks(self, query: torch.Tensor, layout: AttentionLayout, output_attentions: bool) -> bool:
         """Whether the scores of all queries would leave the cache of a CPU."""
         return (
-            not torch.compiler.is_compiling()
+            layout.query_length > 1
+            and not torch.compiler.is_compiling()
             and query.device.type == "cpu"
-            and layout.query_length > 1
             and (query.shape[0] > 1 or layout.query_length > QUERY_BLOCK)
             and layout.distances is None
             and not (output_attentions or self.has_value_bias or self.training)
@@ -483,7 +484,7 @@ class AbsoluteAttention(SegmentAttention):
     def project(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # (B, S, H * D) -> (B, S, H, D) -> (B, H, S, D)
         query = self.q_net(states).unflatten(-1, (self.num_heads, self.head_size)).transpose(1, 2)
-        if self.config.pre_lnorm:
+        if self.pre_lnorm:
             states = self.layer_norm(states)
         # (B, S, 2 * H * D) -> (B, S, 2, H, D) -> two of (B, H, S, D)
         projected = self.kv_net(states).unflatten(-1, (2, self.num_heads, self.head_size))

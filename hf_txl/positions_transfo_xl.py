@@ -223,6 +223,8 @@ def align_relative_scores(scores: torch.Tensor, key_length: int) -> torch.Tensor
         `torch.Tensor` of shape `(…, query_length, key_length)`, a view.
     """
     query_length, width = scores.shape[-2:]
+    if query_length == 1:
+        return scores[..., :key_length]
     # (…, Q, K + Q) -> (…, Q * (K + Q)) -> (…, Q, K + Q - 1) -> (…, Q, K)
     rows = scores.flatten(-2)[..., query_length - 1 : query_length - 1 + query_length * (width - 1)]
     return rows.unflatten(-1, (query_length, width - 1))[..., :key_length]
