@@ -271,13 +271,17 @@ class SegmentAttention(nn.Module):
         self, key: torch.Tensor, value: torch.Tensor, layout: AttentionLayout, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Put the keys and values of a zero hidden state where the layout wants them."""
-        if layout.start_slots == 0 and layout.start_mask is None:
+        compiles = torch.compiler.is_compiling()
+        if not layout.zero_start or (not compiles and layout.start_slots == 0 and layout.start_mask is None):
             return key, value
         # (1, H, 1, D); zero unless a normalisation in front gives the zero vector a value
         start_key, start_value = self.project_memory(hidden_states.new_zeros(1, 1, hidden_states.shape[-1]))
-        slots = (key.shape[0], -1, layout.start_slots, -1)
-        key = torch.cat([start_key.to(key.dtype).expand(slots), key], dim=2)
-        value = torch.cat([start_value.to(value.dtype).expand(slots), value], dim=2)
+        # a compiler makes other programs for no slot and for one: it gets as many as there are keys, of which the last
+        # ones are taken
+        num_slots = layout.key_length if compiles else layout.start_slots
+        slots, last = (key.shape[0], -1, num_slots, -1), slice(num_slots + key.shape[2] - layout.key_length, None)
+        key = torch.cat([start_key.to(key.dtype).expand(slots), key], dim=2)[:, :, last]
+        value = torch.cat([start_value.to(value.dtype).expand(slots), value], dim=2)[:, :, last]
         if layout.start_mask is not None:
             is_start = layout.start_mask[:, None, :, None]
             key = torch.where(is_start, start_key.to(key.dtype), key)

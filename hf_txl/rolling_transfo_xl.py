@@ -107,6 +107,7 @@ class RollingWindowLayer(DynamicSlidingWindowLayer):
         claimed = None
         # `record_past`: positions beyond the window are kept, to be taken back
         if self.is_initialized and not (self.record_past or needs_gradient or torch.compiler.is_compiling()):
+            assert self.keys is not None and self.values is not None
             claimed = claim_rolling((self.keys, self.values), key_states.shape[-2], self.storage)
         if claimed is None:
             self.storage = None
@@ -121,6 +122,36 @@ class RollingWindowLayer(DynamicSlidingWindowLayer):
         return keys, values
 
 
+def can_compile(layer: Any) -> bool:
+    """Whether `CompiledWindows` can take care of a layer of the library: a sliding one that holds something."""
+    return isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized and not layer.record_past
+
+
+class CompiledWindows:
+    """Writes the sliding layers of a cache in programs that serve any number of stored positions, up to all.
+
+    Args:
+        cache (`DynamicCache`): Its layers are those that `can_compile`.
+    """
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the past and the segment, `(B, H, S + Q, D)`; the newest are kept."""
+        layer = self.cache.layers[layer_idx]
+        layer.cumulative_length += key_states.shape[-2]
+        full = torch.cat([layer.keys, key_states], dim=-2), torch.cat([layer.values, value_states], dim=-2)
+        kept = torch.sym_min(layer.sliding_window - 1, full[0].shape[-2])
+        layer.keys, layer.values = (
+            states.narrow(-2, states.shape[-2] - kept, kept).clone(memory_format=torch.contiguous_format)
+            for states in full
+        )
+        return full
+
+
 def make_rolling(cache: Any) -> None:
     """Let an empty cache of the library use rolling layers where it would use its own sliding ones."""
     for index, layer in enumerate(cache.layers):
@@ -128,4 +159,4 @@ def make_rolling(cache: Any) -> None:
             cache.layers[index] = RollingWindowLayer(layer.sliding_window)
 
 
-__all__ = ["RollingStorage", "RollingWindowLayer", "claim_rolling", "make_rolling"]
+__all__ = ["CompiledWindows", "RollingStorage", "RollingWindowLayer", "can_compile", "claim_rolling", "make_rolling"]
