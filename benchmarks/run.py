@@ -11,8 +11,9 @@ measured in turn and what disturbs one disturbs all. Read the ratios: they are m
 - long texts: a step behind 100 to 20,000 tokens, and 20,000 tokens written one by one.
 
 Run with `python benchmarks/run.py --legacy-python .venv-legacy/bin/python` after `benchmarks/peers.sh`: 10 to 15
-minutes on two cores; it writes `speed.json`, `.md` and `.png` to `docs/results`. `--device cuda` compares eager, sdpa
-and flex on a GPU and writes `speed-cuda.json`. `--quick` is a trial of two minutes with the small model.
+minutes on two cores; it writes `speed.json`, `.md` and `.png` to `docs/results` and the table into the README and the
+page of results. `--from-json` writes all but the JSON file again, without measuring. `--device cuda` compares eager,
+sdpa and flex on a GPU and writes `speed-cuda.json`. `--quick` is a trial of two minutes with the small model.
 """
 
 import argparse
@@ -36,6 +37,9 @@ from hf_txl.positions_transfo_xl import AttentionLayout, RelativeKeys, sinusoid_
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "docs" / "results"
+# pages that hold the table, and the lines between which it stands
+PAGES = [HERE.parent / "README.md", RESULTS / "README.md"]
+BEGIN, END = "<!-- the table below is written by benchmarks/run.py -->\n", "<!-- end of the table -->\n"
 # (B batch, H heads, L segment, M memory, D head size) and the ratio that must not be exceeded
 ATTENTION_SHAPES = [((1, 16, 128, 1600, 64), 1.8), ((1, 16, 1, 1600, 64), 2.0), ((4, 8, 512, 512, 64), 2.2)]
 POSITIONS = [100, 400, 1600, 5000, 10000, 20000]
@@ -241,6 +245,21 @@ def table(report: dict[str, Any]) -> str:
     )
 
 
+def with_table(page: str, text: str) -> str:
+    """A page with another table between its marks."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return before + BEGIN + text + END + after
+
+
+def write_pages(text: str) -> None:
+    """Put a table into the pages that show it, each complete or not at all."""
+    for path in PAGES:
+        beside = path.with_suffix(".md.tmp")
+        beside.write_text(with_table(path.read_text(encoding="utf-8"), text), encoding="utf-8")
+        beside.replace(path)
+
+
 def draw(report: dict[str, Any], path: Path) -> None:
     """Decoding speed by model and batch, and the time of a step as the text grows."""
     import matplotlib
@@ -294,9 +313,23 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="rows decoded at once")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--from-json", action="store_true", help="write tables and plot again, without measuring")
     parser.add_argument("--quick", action="store_true", help="a trial with the small model")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON file and the plot")
     arguments = parser.parse_args()
+    name = "speed" if arguments.device == "cpu" else f"speed-{arguments.device}"
+    path = arguments.output / f"{name}.json"
+    if not arguments.from_json:
+        run(arguments, path)
+    report = json.loads(path.read_text(encoding="utf-8"))
+    draw(report, path.with_suffix(".png"))
+    path.with_suffix(".md").write_text(table(report), encoding="utf-8")
+    if path == RESULTS / "speed.json":
+        write_pages(table(report))
+
+
+def run(arguments: argparse.Namespace, path: Path) -> None:
+    """Measure, and write the JSON file."""
     started, load = time.perf_counter(), os.getloadavg()
     torch.set_num_threads(arguments.threads)
     shapes, rounds, steps = arguments.shapes, arguments.rounds, 16
@@ -318,16 +351,13 @@ def main() -> None:
         "attention_alone": measure_attention(arguments.device, rounds=7 if arguments.quick else 15),
         "models": {},
     }
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    name = "speed" if arguments.device == "cpu" else f"speed-{arguments.device}"
+    path.parent.mkdir(parents=True, exist_ok=True)
 
-    def save() -> Path:
+    def save() -> None:
         """What is finished is written at once, so that a run that is stopped leaves it."""
         load_average = {"start": load, "end": os.getloadavg(), "note": "above `cores` others waited, too"}
         seconds = round(time.perf_counter() - started, 1)
-        return write_results(
-            str(arguments.output / name), {**report, "load_average": load_average, "seconds_of_the_whole_run": seconds}
-        )
+        write_results(str(path), {**report, "load_average": load_average, "seconds_of_the_whole_run": seconds})
 
     peers = Peers(arguments.legacy_python, arguments.device, arguments.threads)
     try:
@@ -337,10 +367,7 @@ def main() -> None:
         report["long_texts"] = measure_long(peers, positions, num_tokens)
     finally:
         peers.close()
-    path = save()
-    report = json.loads(path.read_text(encoding="utf-8"))
-    draw(report, path.with_suffix(".png"))
-    path.with_suffix(".md").write_text(table(report), encoding="utf-8")
+    save()
 
 
 if __name__ == "__main__":

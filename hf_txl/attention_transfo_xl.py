@@ -98,6 +98,7 @@ class SegmentAttention(nn.Module):
         self.layer_idx = layer_idx
         self.num_heads, self.head_size = config.n_head, config.d_head
         self.scaling = self.head_size**-0.5
+        self.pre_lnorm = config.pre_lnorm
         self.make_projections()
         # published names, which are a contract, here and below
         self.o_net = nn.Linear(self.num_heads * self.head_size, config.d_model, bias=False)
@@ -136,7 +137,7 @@ class SegmentAttention(nn.Module):
 
     def project(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, `(B, S, d_model)` -> three of `(B, H, S, D)`."""
-        if self.config.pre_lnorm:
+        if self.pre_lnorm:
             states = self.layer_norm(states)
         # (B, S, 3 * H * D) -> (B, S, 3, H, D) -> three of (B, H, S, D)
         projected = self.qkv_net(states).unflatten(-1, (3, self.num_heads, self.head_size))
@@ -197,7 +198,7 @@ class SegmentAttention(nn.Module):
         # (B, Q, H, D) -> (B, Q, H * D)
         output = self.drop(self.o_net(output.flatten(-2)))
         output = hidden_states + output
-        if not self.config.pre_lnorm:
+        if not self.pre_lnorm:
             output = self.layer_norm(output)
         return output, probabilities if output_attentions else None
 
@@ -245,9 +246,9 @@ class SegmentAttention(nn.Module):
     def _works_in_blocks(self, query: torch.Tensor, layout: AttentionLayout, output_attentions: bool) -> bool:
         """Whether the scores of all queries would leave the cache of a CPU."""
         return (
-            not torch.compiler.is_compiling()
+            layout.query_length > 1
+            and not torch.compiler.is_compiling()
             and query.device.type == "cpu"
-            and layout.query_length > 1
             and (query.shape[0] > 1 or layout.query_length > QUERY_BLOCK)
             and layout.distances is None
             and not (output_attentions or self.has_value_bias or self.training)
@@ -281,13 +282,17 @@ class SegmentAttention(nn.Module):
         self, key: torch.Tensor, value: torch.Tensor, layout: AttentionLayout, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Put the keys and values of a zero hidden state where the layout wants them."""
-        if layout.start_slots == 0 and layout.start_mask is None:
+        compiles = torch.compiler.is_compiling()
+        if not layout.zero_start or (not compiles and layout.start_slots == 0 and layout.start_mask is None):
             return key, value
         # (1, H, 1, D); zero unless a normalisation in front gives the zero vector a value
         start_key, start_value = self.project_memory(hidden_states.new_zeros(1, 1, hidden_states.shape[-1]))
-        slots = (key.shape[0], -1, layout.start_slots, -1)
-        key = torch.cat([start_key.to(key.dtype).expand(slots), key], dim=2)
-        value = torch.cat([start_value.to(value.dtype).expand(slots), value], dim=2)
+        # a compiler makes other programs for no slot and for one: it gets as many as there are keys, of which the last
+        # ones are taken
+        num_slots = layout.key_length if compiles else layout.start_slots
+        slots, last = (key.shape[0], -1, num_slots, -1), slice(num_slots + key.shape[2] - layout.key_length, None)
+        key = torch.cat([start_key.to(key.dtype).expand(slots), key], dim=2)[:, :, last]
+        value = torch.cat([start_value.to(value.dtype).expand(slots), value], dim=2)[:, :, last]
         if layout.start_mask is not None:
             is_start = layout.start_mask[:, None, :, None]
             key = torch.where(is_start, start_key.to(key.dtype), key)
@@ -558,7 +563,7 @@ class AbsoluteAttention(SegmentAttention):
     def project(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # (B, S, H * D) -> (B, S, H, D) -> (B, H, S, D)
         query = self.q_net(states).unflatten(-1, (self.num_heads, self.head_size)).transpose(1, 2)
-        if self.config.pre_lnorm:
+        if self.pre_lnorm:
             states = self.layer_norm(states)
         # (B, S, 2 * H * D) -> (B, S, 2, H, D) -> two of (B, H, S, D)
         projected = self.kv_net(states).unflatten(-1, (2, self.num_heads, self.head_size))

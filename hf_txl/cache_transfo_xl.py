@@ -18,7 +18,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from .configuration_transfo_xl import MEMORY_INITS, TransfoXLConfig, segment_window
-from .rolling_transfo_xl import RollingStorage, append_rolling
+from .rolling_transfo_xl import RollingStorage, claim_rolling
 
 # B batch   S stored positions   Q positions of a segment   H heads   D head size
 STORAGES = ("auto", "hidden_states", "keys_values")
@@ -34,8 +34,6 @@ class TransfoXLMemoryLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.hidden_states: torch.Tensor | None = None
-        # where keys and values lie, if there is room behind them
-        self.storages: dict[str, RollingStorage | None] = {}
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -43,14 +41,11 @@ class TransfoXLMemoryLayer(CacheLayerMixin):
         named = {"hidden_states": self.hidden_states, "keys": self.keys, "values": self.values}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def replace(
-        self, tensors: dict[str, torch.Tensor], storages: dict[str, RollingStorage | None] | None = None
-    ) -> None:
-        """Store these tensors, which lie in these storages, and nothing else."""
+    def replace(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Store these tensors and nothing else."""
         self.hidden_states, self.keys, self.values = (
             tensors.get(name) for name in ("hidden_states", "keys", "values")
         )
-        self.storages = storages or {}
         self.is_initialized = bool(tensors)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -81,9 +76,12 @@ class SegmentInProgress:
     order: torch.Tensor | None
     # stored hidden states as keys and values, per layer, where they are converted
     converted: list[dict[str, torch.Tensor]]
-    # the memory after the segment, per layer, and where it lies
+    # the memory after the segment, per layer
     staged: list[dict[str, torch.Tensor]]
-    storages: list[dict[str, RollingStorage | None]]
+    # where keys and values are appended in place: keys of layer 0, values of layer 0, keys of layer 1 …; the slots of
+    # the segment, and those of memory and segment
+    slots: tuple[torch.Tensor, ...] = ()
+    full: tuple[torch.Tensor, ...] = ()
 
 
 class TransfoXLMemory(Cache):
@@ -160,6 +158,8 @@ class TransfoXLMemory(Cache):
         self.shortest = 0
         # projected position tables of the stream, kept as long as the keys are
         self.relative_keys: Any = None
+        # where keys and values lie, if there is room behind them
+        self.rolling: RollingStorage | None = None
         self._segment: SegmentInProgress | None = None
 
     def __repr__(self) -> str:
@@ -243,10 +243,25 @@ class TransfoXLMemory(Cache):
             else:
                 real = torch.cat([stored_mask, segment_mask], dim=1)
             order = torch.argsort(real.int(), dim=1, stable=True)
-        self._segment = SegmentInProgress(
-            real, order, [{} for _ in self.layers], [{} for _ in self.layers], [{} for _ in self.layers]
-        )
+        self._segment = SegmentInProgress(real, order, [{} for _ in self.layers], [{} for _ in self.layers])
+        if self.storage == "keys_values" and order is None and not torch.compiler.is_compiling():
+            self._roll(self._segment, inputs_embeds.shape[1])
         return storage
+
+    def _roll(self, segment: SegmentInProgress, query_length: int) -> None:
+        """Find slots for the keys and values of a segment behind those that are stored, if it is short."""
+        stored = [tensor for layer in self.layers for tensor in (layer.keys, layer.values) if tensor is not None]
+        claimed = claim_rolling(stored, query_length, self.rolling)
+        if claimed is None:
+            self.rolling = None
+            return
+        self.rolling, first, end = claimed
+        segment.slots = self.rolling.views(end - query_length, end)
+        segment.full = self.rolling.views(first, end)
+        kept = self.rolling.views(end - self._kept_length(self.stored_length, query_length), end)
+        segment.staged = [
+            dict(zip(("keys", "values"), pair, strict=True)) for pair in zip(*[iter(kept)] * 2, strict=True)
+        ]
 
     def _check(self, inputs_embeds: torch.Tensor) -> None:
         batch_size, _, width = inputs_embeds.shape
@@ -287,22 +302,22 @@ class TransfoXLMemory(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of memory and segment, `(B, H, S + Q, D)`; the newest are kept when the segment ends."""
-        segment, layer = self._in_progress, self.layers[layer_idx]
-        before = segment.converted[layer_idx] or layer.tensors
+        segment, index = self._in_progress, 2 * layer_idx
+        if segment.slots:
+            for slots, new in zip(segment.slots[index : index + 2], (key_states, value_states), strict=True):
+                check_keys(slots, new)
+                slots.copy_(new)
+            return segment.full[index], segment.full[index + 1]
+        before = segment.converted[layer_idx] or self.layers[layer_idx].tensors
         full = {}
         for name, new in (("keys", key_states), ("values", value_states)):
             stored = before.get(name)
-            storage = None
             if stored is None:
                 full[name] = new
             else:
                 check_keys(stored, new)
-                if segment.order is None and not torch.compiler.is_compiling():
-                    full[name], storage = append_rolling(stored, new, layer.storages.get(name))
-                else:
-                    full[name] = torch.cat([stored, new], dim=2)
+                full[name] = torch.cat([stored, new], dim=2)
             segment.staged[layer_idx][name] = self._keep(stored, new, full[name])
-            segment.storages[layer_idx][name] = storage
         return full["keys"], full["values"]
 
     def write(self, layer_idx: int, hidden_states: torch.Tensor) -> None:
@@ -353,9 +368,8 @@ class TransfoXLMemory(Cache):
         if self.shortest >= kept:
             self.lengths = None
         if kept:
-            segment = self._in_progress
-            for layer, tensors, storages in zip(self.layers, segment.staged, segment.storages, strict=True):
-                layer.replace(tensors, storages)
+            for layer, tensors in zip(self.layers, self._in_progress.staged, strict=True):
+                layer.replace(tensors)
         self._batch_size = batch_size
         self._segment = None
 

@@ -569,6 +569,11 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             if given.stop_strings:
                 kwargs["generation_config"] = copy.copy(given)
                 kwargs["generation_config"].stop_strings = None
+        if (kwargs.get("cache_implementation") or given.cache_implementation) == "quantized":
+            raise ValueError(
+                "`cache_implementation` must not be 'quantized': the library quantises caches of full attention only, "
+                "and this model's is a sliding window."
+            )
         if isinstance(cache, TransfoXLMemory):
             if kwargs.get("prefill_chunk_size", given.prefill_chunk_size) is not None:
                 raise ValueError("`prefill_chunk_size` must be None with a `TransfoXLMemory`; feed segments yourself.")

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from .cache_transfo_xl import TransfoXLMemory, check_keys
 from .configuration_transfo_xl import TransfoXLConfig, segment_window
 from .positions_transfo_xl import AttentionLayout, RelativeKeys, sinusoid_embeddings
-from .rolling_transfo_xl import make_rolling
+from .rolling_transfo_xl import CompiledWindows, can_compile, make_rolling
 
 logger = logging.get_logger(__name__)
 
@@ -74,7 +74,8 @@ class Past:
         window = segment_window(config.mem_len, config.same_length, config.same_length_includes_oldest)
         start_slots = config.mem_len if zero_start else 0
         if self.mask is None:
-            return AttentionLayout(self.query_length, start_slots + self.query_length, start_slots, window)
+            key_length = start_slots + self.query_length
+            return AttentionLayout(self.query_length, key_length, start_slots, zero_start, window)
         oldest = torch.full((1, 1), -config.mem_len, device=self.device)
         return AttentionLayout.from_mask(self.mask, 0, self.query_length, start_slots, window, zero_start, oldest)
 
@@ -100,7 +101,7 @@ class Past:
             uses_sinusoids (`bool`): Whether the model's attention kind reads them.
             keeps (`bool`): Whether this call is inference, so that projections may be kept.
         """
-        store = self.key_value_store
+        store: Any = self.cache if self.key_value_store is not None else None
         num_distances = layout.key_length
         if store is not None and keeps:
             kept = getattr(store, "relative_keys", None)
@@ -172,7 +173,9 @@ class MemoryPast(Past):
             start_mask = F.pad(~stored_mask, (start_slots, self.query_length), value=False)
         elif stored_mask is not None:
             key_mask = F.pad(stored_mask, (0, self.query_length), value=True)
-        return AttentionLayout(self.query_length, key_length, start_slots, memory.window, key_mask, start_mask)
+        return AttentionLayout(
+            self.query_length, key_length, start_slots, zero_start, memory.window, key_mask, start_mask
+        )
 
     def read(self, layer_idx: int, attention: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
         stored = self.memory.layers[layer_idx].hidden_states
@@ -205,6 +208,8 @@ class LibraryPast(Past):
         self._check()
         if not torch.compiler.is_compiling():
             make_rolling(cache)
+        elif all(map(can_compile, cache.layers)):
+            self.key_value_store = CompiledWindows(cache)
         self.past_length = cache.get_seq_length()
         self.mask = self._real_tokens(attention_mask, self.past_length)
 
@@ -230,11 +235,17 @@ class LibraryPast(Past):
         config, cache = self.config, self.cache
         zero_start = config.memory_init == "zeros"
         window = config.sliding_window
-        key_length, key_start = cache.get_mask_sizes(self.query_length, 0)
-        start_slots = max(0, window - 1 - self.past_length) if zero_start else 0
+        if isinstance(self.key_value_store, CompiledWindows):
+            # asks no length whether it is that of the window, which would take another program
+            stored_length = cache.layers[0].keys.shape[2]
+            key_length, key_start = stored_length + self.query_length, self.past_length - stored_length
+        else:
+            key_length, key_start = cache.get_mask_sizes(self.query_length, 0)
+            stored_length = min(self.past_length, window - 1)
+        start_slots = window - 1 - stored_length if zero_start else 0
         mask = self.mask
         if mask is None and not cache.is_compileable:
-            return AttentionLayout(self.query_length, start_slots + key_length, start_slots, window)
+            return AttentionLayout(self.query_length, start_slots + key_length, start_slots, zero_start, window)
         if mask is None:
             mask = torch.ones(1, self.past_length + self.query_length, dtype=torch.bool, device=self.device)
         # a static cache has free slots behind the segment

@@ -28,6 +28,7 @@ class AttentionLayout:
         key_length (`int`): Keys K, start slots included.
         start_slots (`int`):
             Zero states attended to before the first stored position and stored nowhere (`memory_init="zeros"`).
+        zero_start (`bool`): Whether there can be any: `memory_init` is `"zeros"`.
         window (`int`, *optional*): Keys a query may see, itself included; `None`: everything before it.
         key_mask (`torch.Tensor` of shape `(batch_size, key_length)`, *optional*): Keys that exist in a row.
         start_mask (`torch.Tensor` of shape `(batch_size, key_length)`, *optional*): Keys to be read as a zero state.
@@ -41,6 +42,7 @@ class AttentionLayout:
     query_length: int
     key_length: int
     start_slots: int = 0
+    zero_start: bool = False
     window: int | None = None
     key_mask: torch.Tensor | None = None
     start_mask: torch.Tensor | None = None
@@ -92,7 +94,7 @@ class AttentionLayout:
         # a pad sees itself, so that no row of the softmax is empty
         visible = visible | (index == index[queries, None])
         age = position[:, -1:] - position
-        return cls(query_length, num_keys, start_slots, window, None, start_mask, distances, visible, age)
+        return cls(query_length, num_keys, start_slots, zero_start, window, None, start_mask, distances, visible, age)
 
     def part(self, row: int, start: int, end: int) -> tuple["AttentionLayout", slice]:
         """Layout of some queries of one row, and the keys that it covers: those that one of these queries may see.
@@ -108,7 +110,7 @@ class AttentionLayout:
         first = 0 if self.window is None else max(0, past_length + start - self.window + 1)
         keys = slice(first, past_length + end)
         key_mask = None if self.key_mask is None else self.key_mask[row : row + 1, keys]
-        return AttentionLayout(end - start, keys.stop - first, 0, self.window, key_mask), keys
+        return AttentionLayout(end - start, keys.stop - first, window=self.window, key_mask=key_mask), keys
 
 
 def sinusoid_embeddings(distances: torch.Tensor, d_model: int) -> torch.Tensor:
@@ -223,6 +225,8 @@ def align_relative_scores(scores: torch.Tensor, key_length: int) -> torch.Tensor
         `torch.Tensor` of shape `(…, query_length, key_length)`, a view.
     """
     query_length, width = scores.shape[-2:]
+    if query_length == 1:
+        return scores[..., :key_length]
     # (…, Q, K + Q) -> (…, Q * (K + Q)) -> (…, Q, K + Q - 1) -> (…, Q, K)
     rows = scores.flatten(-2)[..., query_length - 1 : query_length - 1 + query_length * (width - 1)]
     return rows.unflatten(-1, (query_length, width - 1))[..., :key_length]

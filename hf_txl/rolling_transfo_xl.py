@@ -5,6 +5,7 @@ than all the rest of the layer. It is apart since a segment memory and the libra
 """
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,29 +22,35 @@ claiming = threading.Lock()
 
 
 class RollingStorage:
-    """A tensor with free slots behind the positions written so far.
+    """Tensors of equal shape, side by side, with free slots behind the positions written so far.
 
     A slot is written once and never again, so views of written slots stay as they are, whoever holds them. Of several
     holders whose positions end at the last written slot, the first to append gets the next slots; the others find
     theirs taken and start a storage of their own.
 
     Args:
-        stored (`torch.Tensor` of shape `(…, stored_length, width)`): What it begins with, copied.
+        stored (sequence of `torch.Tensor` of shape `(…, stored_length, width)`): What it begins with, copied.
         capacity (`int`): Slots.
     """
 
-    def __init__(self, stored: torch.Tensor, capacity: int):
-        self.tensor = stored.new_empty(*stored.shape[:-2], capacity, stored.shape[-1])
-        self.written = stored.shape[-2]
-        self.tensor.narrow(-2, 0, self.written).copy_(stored)
+    def __init__(self, stored: Sequence[torch.Tensor], capacity: int):
+        like = stored[0]
+        self.tensor = like.new_empty(len(stored), *like.shape[:-2], capacity, like.shape[-1])
+        self.written = like.shape[-2]
+        for part, positions in zip(self.tensor, stored, strict=True):
+            part.narrow(-2, 0, self.written).copy_(positions)
 
-    def append(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
-        """`stored` and behind it `new`, a view of this storage; `None` if it does not hold them or has no room."""
-        tensor, length = self.tensor, new.shape[-2]
+    def claim(self, stored: torch.Tensor, length: int) -> tuple["RollingStorage", int, int] | None:
+        """Slots for new positions behind those that the first of the tensors, `stored`, is a view of.
+
+        Returns:
+            This storage, the slot of the first of `stored` and the one behind the last of the new ones; `None` if it
+            does not hold `stored` or has no room.
+        """
+        tensor = self.tensor
         if (
             stored.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
-            or stored.stride() != tensor.stride()
-            or new.dtype != tensor.dtype
+            or stored.stride() != tensor.stride()[1:]
             or tensor.is_inference() != torch.is_inference_mode_enabled()
         ):
             return None
@@ -53,34 +60,37 @@ class RollingStorage:
             if end != self.written or end + length > tensor.shape[-2]:
                 return None
             self.written += length
-        tensor.narrow(-2, end, length).copy_(new)
-        return tensor.narrow(-2, first, stored.shape[-2] + length)
+        return self, first, end + length
+
+    def views(self, first: int, end: int) -> tuple[torch.Tensor, ...]:
+        """These slots of each tensor, `(…, end - first, width)`."""
+        return self.tensor.narrow(-2, first, end - first).unbind(0)
 
 
-def append_rolling(
-    stored: torch.Tensor, new: torch.Tensor, storage: RollingStorage | None
-) -> tuple[torch.Tensor, RollingStorage | None]:
-    """Stored positions followed by new ones, of which nobody needs the gradient.
+def claim_rolling(
+    stored: Sequence[torch.Tensor], length: int, storage: RollingStorage | None
+) -> tuple[RollingStorage, int, int] | None:
+    """Slots for new positions behind stored ones, in a new storage where the given one has none.
 
     Args:
-        stored (`torch.Tensor` of shape `(…, stored_length, width)`): Is left as it is.
-        new (`torch.Tensor` of shape `(…, new_length, width)`): Copied.
-        storage (`RollingStorage`, *optional*): The storage that the last call returned.
+        stored (sequence of `torch.Tensor` of shape `(…, stored_length, width)`): Are left as they are.
+        length (`int`): New positions.
+        storage (`RollingStorage`, *optional*): Where `stored` may lie.
 
     Returns:
-        `(…, stored_length + new_length, width)` and the storage for the next call; none behind a segment so long that
-        free slots would soon be used up.
+        The storage, the slot of the first stored position and the one behind the last new one; `None` for a segment
+        so long that free slots would soon be used up, and for tensors that differ in shape, type or device.
     """
-    if storage is not None and (full := storage.append(stored, new)) is not None:
-        return full, storage
-    stored_length, new_length = stored.shape[-2], new.shape[-2]
+    like = stored[0]
+    if storage is not None and (claimed := storage.claim(like, length)) is not None:
+        return claimed
+    stored_length = like.shape[-2]
     spare = max(stored_length // SPARE_SHARE, SPARE_LEAST)
-    if 2 * new_length > spare or new.dtype != stored.dtype:
-        return torch.cat([stored, new], dim=-2), None
+    facts = {(tensor.shape, tensor.dtype, tensor.device) for tensor in stored}
+    if 2 * length > spare or len(facts) > 1:
+        return None
     storage = RollingStorage(stored, stored_length + spare)
-    full = storage.append(storage.tensor.narrow(-2, 0, stored_length), new)
-    assert full is not None
-    return full, storage
+    return storage.claim(storage.views(0, stored_length)[0], length)
 
 
 class RollingWindowLayer(DynamicSlidingWindowLayer):
@@ -88,23 +98,58 @@ class RollingWindowLayer(DynamicSlidingWindowLayer):
 
     def __init__(self, sliding_window: int, **kwargs: Any):
         super().__init__(sliding_window, **kwargs)
-        self.storages: dict[str, RollingStorage | None] = {}
+        self.storage: RollingStorage | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         needs_gradient = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        claimed = None
         # `record_past`: positions beyond the window are kept, to be taken back
-        if not self.is_initialized or self.record_past or needs_gradient or torch.compiler.is_compiling():
-            self.storages = {}
+        if self.is_initialized and not (self.record_past or needs_gradient or torch.compiler.is_compiling()):
+            assert self.keys is not None and self.values is not None
+            claimed = claim_rolling((self.keys, self.values), key_states.shape[-2], self.storage)
+        if claimed is None:
+            self.storage = None
             return super().update(key_states, value_states, *args, **kwargs)
-        self.cumulative_length += key_states.shape[-2]
-        full = {}
-        for name, new in (("keys", key_states), ("values", value_states)):
-            full[name], self.storages[name] = append_rolling(getattr(self, name), new, self.storages.get(name))
-            kept = min(self.sliding_window - 1, full[name].shape[-2])
-            setattr(self, name, full[name].narrow(-2, full[name].shape[-2] - kept, kept))
-        return full["keys"], full["values"]
+        new_length = key_states.shape[-2]
+        self.cumulative_length += new_length
+        self.storage, first, end = claimed
+        for slots, new in zip(self.storage.views(end - new_length, end), (key_states, value_states), strict=True):
+            slots.copy_(new)
+        self.keys, self.values = self.storage.views(max(first, end - self.sliding_window + 1), end)
+        keys, values = self.storage.views(first, end)
+        return keys, values
+
+
+def can_compile(layer: Any) -> bool:
+    """Whether `CompiledWindows` can take care of a layer of the library: a sliding one that holds something."""
+    return isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized and not layer.record_past
+
+
+class CompiledWindows:
+    """Writes the sliding layers of a cache in programs that serve any number of stored positions, up to all.
+
+    Args:
+        cache (`DynamicCache`): Its layers are those that `can_compile`.
+    """
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the past and the segment, `(B, H, S + Q, D)`; the newest are kept."""
+        layer = self.cache.layers[layer_idx]
+        layer.cumulative_length += key_states.shape[-2]
+        full = torch.cat([layer.keys, key_states], dim=-2), torch.cat([layer.values, value_states], dim=-2)
+        kept = torch.sym_min(layer.sliding_window - 1, full[0].shape[-2])
+        layer.keys, layer.values = (
+            states.narrow(-2, states.shape[-2] - kept, kept).clone(memory_format=torch.contiguous_format)
+            for states in full
+        )
+        return full
 
 
 def make_rolling(cache: Any) -> None:
@@ -114,4 +159,4 @@ def make_rolling(cache: Any) -> None:
             cache.layers[index] = RollingWindowLayer(layer.sliding_window)
 
 
-__all__ = ["RollingStorage", "RollingWindowLayer", "append_rolling", "make_rolling"]
+__all__ = ["CompiledWindows", "RollingStorage", "RollingWindowLayer", "can_compile", "claim_rolling", "make_rolling"]

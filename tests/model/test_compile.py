@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.export import Dim
 from torch.utils import _pytree as pytree
+from transformers import DynamicCache
 
 from hf_txl import TransfoXLForSequenceClassification, TransfoXLMemory
 from tests.helpers import assert_close
@@ -171,13 +172,10 @@ def test_a_compiled_classifier_equals_eager() -> None:
 
 
 @pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("state", [*STORAGES, "library"])
 @torch.no_grad()
-def test_decoding_compiles_a_few_times_while_the_memory_grows_and_never_again(storage: str, start: str) -> None:
-    """Single tokens: nothing stored, one position, any number of them; no other program for a full memory.
-
-    With zero states before the first token there is one program each for one such state and for none.
-    """
+def test_decoding_compiles_a_few_times_while_the_memory_grows_and_never_again(state: str, start: str) -> None:
+    """Single tokens: nothing stored, one position, any number of them; no other program for a full memory."""
     model = tiny_model(memory_init=start, mem_len=60)
     compilations: list[int] = []
 
@@ -186,20 +184,24 @@ def test_decoding_compiles_a_few_times_while_the_memory_grows_and_never_again(st
         return graph.forward
 
     run = torch.compile(model, fullgraph=True, backend=backend)
-    memories = [TransfoXLMemory(model.config, stores=storage) for _ in range(2)]
+    caches: list[Any] = [
+        DynamicCache(config=model.config) if state == "library" else TransfoXLMemory(model.config, stores=state)
+        for _ in range(2)
+    ]
     ids = random_ids(2, 75)
     for step in range(75):
         outputs = [
             function(ids[:, step : step + 1], cache=memory, logits_to_keep=1)
-            for function, memory in zip((run, model), memories, strict=True)
+            for function, memory in zip((run, model), caches, strict=True)
         ]
         assert_same_output(f"step {step}", *outputs)
-        assert memories[0].stored_length == min(60, step + 1)
-    num_starts = 2 if start == "zeros" else 0
-    assert len(compilations) <= 3 + num_starts
     # step 60 is the first with a full memory
-    assert all(step < 60 for step in compilations[:3])
-    assert all(step in (59, 60) for step in compilations[3:])
+    assert compilations == [0, 1, 2]
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        named = [layer.__dict__ if state == "library" else layer.tensors for layer in layers]
+        for name in {"keys", "values", "hidden_states"} & {*named[1]}:
+            assert named[1][name].shape[-2] == 60
+            assert_close(name, named[0][name], named[1][name], EAGER)
 
 
 # ---- torch.export ----------------------------------------------------------------------------------------------

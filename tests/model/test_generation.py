@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, StaticCache, pipeline, set_seed
+from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache, pipeline, set_seed
 from transformers.utils import logging
 
 from hf_txl import TransfoXLForCausalLM, TransfoXLMemory, TransfoXLModel
 from hf_txl.conversion.slow_model import SlowMemory
+from hf_txl.rolling_transfo_xl import RollingWindowLayer
 from tests.helpers import assert_close
 from tests.model.tiny_models import STARTS, STORAGES, WINDOWS, random_ids, slow_twin, tiny_model
 
@@ -318,9 +319,10 @@ def test_left_padded_prompts_give_what_each_row_gives_alone(state: str, start: s
         assert output[row, 7:].tolist() == expected, f"row {row}"
 
 
+@pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("state", ["none", "memory"])
-def test_a_prompt_of_embeddings_equals_a_hand_loop(state: str) -> None:
-    model = tiny_model()
+def test_a_prompt_of_embeddings_equals_a_hand_loop(state: str, start: str) -> None:
+    model = tiny_model(memory_init=start)
     embeddings = torch.randn(2, 4, model.config.d_model)
     cache = TransfoXLMemory(model.config) if state == "memory" else None
     output = model.generate(inputs_embeds=embeddings, cache=cache, max_new_tokens=6, **PLAIN)
@@ -348,6 +350,20 @@ def test_a_returned_library_cache_continues_to_the_same_text(start: str, name: s
     first = model.generate(prompts, max_new_tokens=5, return_dict_in_generate=True, **PLAIN)
     second = model.generate(first.sequences, max_new_tokens=6, **{name: first.past_key_values}, **PLAIN)
     assert second.tolist() == rows_by_hand(model, prompts, 11)
+
+
+@pytest.mark.parametrize("start", STARTS)
+@torch.no_grad()
+def test_a_library_cache_continues_with_new_ids_and_a_mask_of_all(start: str) -> None:
+    """Rows of different length, padded on the left; the mask covers what the cache has read and the new ids."""
+    model = tiny_model(memory_init=start)
+    prompts, new, pads = random_ids(2, 6), random_ids(2, 3, seed=2), [0, 4]
+    mask = (torch.arange(9) >= torch.tensor(pads)[:, None]).long()
+    cache = model(prompts, attention_mask=mask[:, :6], use_cache=True).past_key_values
+    output = model.generate(new, attention_mask=mask, cache=cache, max_new_tokens=6, **PLAIN)
+    for row, pad in enumerate(pads):
+        text = torch.cat([prompts[row, pad:], new[row]])
+        assert output[row, 3:].tolist() == by_hand(model, text, 6), f"row {row}"
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -609,9 +625,10 @@ def log_probabilities_of_all(
     return result
 
 
+@pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("state", ["none", "fresh memory", "filled memory"])
-def test_exhaustive_beams_find_the_likeliest_continuations(state: str) -> None:
-    model = tiny_model(mem_len=4, **SMALL_VOCABULARY)
+def test_exhaustive_beams_find_the_likeliest_continuations(state: str, start: str) -> None:
+    model = tiny_model(memory_init=start, mem_len=4, **SMALL_VOCABULARY)
     prompts = random_ids(2, 3, vocab_size=5)
     past = random_ids(2, 6 if state == "filled memory" else 0, vocab_size=5, seed=2)
     cache = None if state == "none" else TransfoXLMemory(model.config)
@@ -677,12 +694,23 @@ def assistant(seed: int) -> Any:
     return tiny_model(seed=seed, n_layer=1)
 
 
+def compiled_on_any_device() -> CompileConfig:
+    """Programs that are traced and run as they are: generated code is another test's business."""
+    config = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    config._compile_all_devices = True
+    return config
+
+
 OTHER_WAYS: dict[str, Any] = {
     "chunked prefill": lambda: {"prefill_chunk_size": 3},
     "prompt lookup": lambda: {"prompt_lookup_num_tokens": 3},
     "assisted by a stranger": lambda: {"assistant_model": assistant(9)},
     "assisted by itself": lambda: {"assistant_model": tiny_model()},
     "static cache": lambda: {"cache_implementation": "static"},
+    "static cache, compiled": lambda: {
+        "cache_implementation": "static",
+        "compile_config": compiled_on_any_device(),
+    },
     "static cache in chunks": lambda: {"cache_implementation": "static", "prefill_chunk_size": 3},
 }
 
@@ -756,6 +784,17 @@ def test_a_static_cache_is_refused_where_zeros_come_before_the_first_token() -> 
         model(random_ids(1, 6), cache=StaticCache(config=model.config, max_cache_len=20))
 
 
+@pytest.mark.parametrize("given_as", ["keyword", "generation_config"])
+def test_a_quantized_cache_is_refused_with_the_reason(given_as: str) -> None:
+    """Before the library asks for a package that would not help."""
+    model = tiny_model()
+    options: dict[str, Any] = {"cache_implementation": "quantized", "max_new_tokens": 4, "do_sample": False}
+    if given_as == "generation_config":
+        options = {"generation_config": GenerationConfig(**options)}
+    with pytest.raises(ValueError, match="full attention only"):
+        model.generate(random_ids(1, 6), **options)
+
+
 @pytest.mark.parametrize("options", [{}, {"cache": "memory"}])
 def test_continuous_batching_is_refused_rather_than_wrong(options: dict[str, Any]) -> None:
     model = tiny_model()
@@ -793,6 +832,16 @@ def test_a_misspelt_argument_is_refused() -> None:
 
 
 # ---- the library's view ----------------------------------------------------------------------------------------
+
+
+def test_the_memory_has_all_that_a_cache_of_this_release_must_have() -> None:
+    """C67: what is abstract there was renamed between releases, and a class that lacks it cannot be made."""
+    memory = TransfoXLMemory(tiny_model().config)
+    for kind in (type(memory.layers[0]), type(memory), RollingWindowLayer):
+        assert not getattr(kind, "__abstractmethods__", ())
+    # what `generate` reads of any cache
+    assert memory.get_seq_length() == 0 and not memory.is_compileable
+    assert memory.layers[0].get_mask_sizes(3) == (3, 0)
 
 
 def test_the_language_model_can_generate_and_the_others_cannot() -> None:
@@ -960,11 +1009,12 @@ def test_a_long_text_takes_no_more_memory_than_a_short_one(num_tokens: int, mem_
     cache = TransfoXLMemory(model.config) if with_memory else DynamicCache(config=model.config)
     output = model.generate(random_ids(1, 3), cache=cache, max_new_tokens=num_tokens, **PLAIN)
     assert output.shape[1] == num_tokens + 3
-    for layer in cache.layers:
-        for tensor in (layer.keys, layer.values):
-            assert tensor.shape[2] == mem_len
-            slots = tensor.untyped_storage().nbytes() // (tensor.itemsize * tensor.shape[1] * tensor.shape[3])
-            assert slots <= mem_len + max(mem_len // 4, 16) + 1
+    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    assert all(tensor.shape[2] == mem_len for tensor in tensors)
+    # several tensors may lie in one piece of memory
+    pieces = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    bytes_per_slot = sum(tensor.nbytes // mem_len for tensor in tensors)
+    assert sum(pieces.values()) <= bytes_per_slot * (mem_len + max(mem_len // 4, 16) + 1)
     # the same as reading the end of the text by itself, as far back as two layers see
     text = output[:, -2 * mem_len - 2 :]
     expected = model.generate(text[:, :-1], max_new_tokens=1, **PLAIN)

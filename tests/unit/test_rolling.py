@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_txl import TransfoXLConfig
-from hf_txl.rolling_transfo_xl import RollingStorage, RollingWindowLayer, append_rolling, make_rolling
+from hf_txl.rolling_transfo_xl import RollingStorage, RollingWindowLayer, claim_rolling, make_rolling
 
 # B batch   H heads   S stored positions   D head size
 B, H, D = 2, 3, 4
@@ -19,6 +19,17 @@ def positions(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(B, H, length, D, generator=torch.Generator().manual_seed(seed))
 
 
+def append_rolling(
+    stored: torch.Tensor, new: torch.Tensor, storage: RollingStorage | None
+) -> tuple[torch.Tensor, RollingStorage]:
+    """Stored positions and new ones behind them, and where they lie."""
+    claimed = claim_rolling((stored,), new.shape[-2], storage)
+    assert claimed is not None
+    storage, first, end = claimed
+    storage.views(end - new.shape[-2], end)[0].copy_(new)
+    return storage.views(first, end)[0], storage
+
+
 def test_positions_are_those_of_a_concatenation_and_are_seldom_copied() -> None:
     stream = positions(300)
     stored, storage = stream[:, :, :40].clone(), None
@@ -26,7 +37,6 @@ def test_positions_are_those_of_a_concatenation_and_are_seldom_copied() -> None:
     for end in range(41, 301):
         full, storage = append_rolling(stored, stream[:, :, end - 1 : end], storage)
         assert torch.equal(full, stream[:, :, end - 41 : end])
-        assert storage is not None
         seen.add(id(storage))
         stored = full[:, :, 1:]
     # 260 tokens with room for 16 each time
@@ -61,10 +71,14 @@ def test_positions_that_lie_elsewhere_are_copied_first() -> None:
     assert torch.equal(full, torch.cat([reordered, positions(1, seed=2)], dim=2))
 
 
-def test_long_segments_are_concatenated_without_room() -> None:
-    full, storage = append_rolling(positions(20), positions(30, seed=1), None)
-    assert storage is None
-    assert torch.equal(full, torch.cat([positions(20), positions(30, seed=1)], dim=2))
+def test_long_segments_are_given_no_room() -> None:
+    assert claim_rolling((positions(20),), 30, None) is None
+
+
+def test_tensors_that_differ_do_not_share_a_storage() -> None:
+    assert claim_rolling((positions(20), positions(20)), 1, None) is not None
+    for other in (positions(19), positions(20).double(), positions(20).to("meta")):
+        assert claim_rolling((positions(20), other), 1, None) is None
 
 
 def test_inference_mode_and_what_follows_it_do_not_write_into_each_other() -> None:
@@ -87,13 +101,6 @@ def test_a_deep_copy_goes_on_by_itself() -> None:
     assert other is storage
     assert torch.equal(full[:, :, -1:], positions(1, seed=2))
     assert torch.equal(other_full[:, :, -1:], positions(1, seed=3))
-
-
-def test_another_type_is_not_written_into_the_storage() -> None:
-    stored, storage = append_rolling(positions(20), positions(1, seed=1), None)
-    full, other = append_rolling(stored, positions(1, seed=2).double(), storage)
-    assert other is None
-    assert full.dtype == torch.float64
 
 
 def window_cache(window: int) -> DynamicCache:
@@ -140,8 +147,8 @@ def test_keys_that_need_a_gradient_keep_it() -> None:
 
 
 def test_a_storage_refuses_what_has_no_room() -> None:
-    storage = RollingStorage(positions(4), 6)
-    stored = storage.tensor[:, :, :4]
-    assert storage.append(stored, positions(3)) is None
-    assert storage.append(stored, positions(2)) is not None
-    assert storage.append(stored, positions(1)) is None
+    storage = RollingStorage([positions(4)], 6)
+    stored = storage.views(0, 4)[0]
+    assert storage.claim(stored, 3) is None
+    assert storage.claim(stored, 2) is not None
+    assert storage.claim(stored, 1) is None
