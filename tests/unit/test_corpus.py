@@ -14,6 +14,7 @@ import torch
 
 from hf_txl import TransfoXLTokenizer
 from hf_txl.corpus import ColumnTokens, as_tokens, read_tokens, tokenize_corpus
+from hf_txl.data import TokenStreams
 from hf_txl.tokenization_transfo_xl import build_vocabulary, encode_file
 
 datasets = pytest.importorskip("datasets")
@@ -163,3 +164,25 @@ def test_reading_copies_and_mapped_files_stay_mapped(tmp_path: Path) -> None:
         assert part.dtype == torch.long
         part.zero_()
         assert read_tokens(tokens).tolist() == list(range(10))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the memory of a process from /proc (Linux)")
+def test_a_large_corpus_is_read_without_being_loaded(tmp_path: Path) -> None:
+    """100 MB of ids on disk; what a process holds of its own grows by less than a tenth of that."""
+
+    def own_memory() -> int:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+    rows = [np.arange(number, number + 500_000, dtype=np.int32) for number in range(5)]
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
+    pieces = [datasets.Dataset.from_dict({"input_ids": [row]}, features=features) for row in rows]
+    datasets.concatenate_datasets(pieces * 10).save_to_disk(tmp_path / "corpus", max_shard_size="20MB")
+    del rows, pieces
+    corpus = datasets.load_from_disk(tmp_path / "corpus")
+    streams = TokenStreams(corpus, batch_size=4, segment_length=5000)
+    next(streams.segments())
+    before = own_memory()
+    total = sum(int(segment["input_ids"].numel()) for segment in streams.segments())
+    assert total == 4 * (25_000_000 // 4 - 1)
+    assert own_memory() - before < 10_000_000
