@@ -1,6 +1,6 @@
 """Memory of a process that reads a corpus larger than it may hold, from disk and while it is tokenised.
 
-A text of 2 GB (the text in the package over and over, in numbered paragraphs) is tokenised into an Arrow file and read as
+A text of 2 GB (the text in the package over and over, in numbered paragraphs) is tokenised into an Arrow file, read as
 streams, and then read again while it is tokenised (`streaming=True`). In each case the anonymous memory of the process
 (RssAnon: what no file backs) is noted twenty times on the way.
 

@@ -313,9 +313,10 @@ class TransfoXLConfig(PreTrainedConfig):
                 f"`cutoffs` must be strictly increasing, above 0 and below `vocab_size` ({self.vocab_size}), but is "
                 f"{self.cutoffs}. For a plain softmax, which suits a small vocabulary, pass `cutoffs=[]`."
             )
-        if self.d_embed % self.div_val**self.num_clusters:
+        # rounded down where it does not divide, as in the original code
+        if self.d_embed < self.div_val**self.num_clusters:
             raise ValueError(
-                f"`d_embed` must be divisible by `div_val` ** number of clusters ({self.div_val}**{self.num_clusters} "
+                f"`d_embed` must be at least `div_val` ** number of clusters ({self.div_val}**{self.num_clusters} "
                 f"= {self.div_val**self.num_clusters}), the factor by which the last cluster is narrower, "
                 f"but is {self.d_embed}."
             )

@@ -78,8 +78,14 @@ def test_gradients_through_a_memory_equal_the_slow_reference(window: str, start:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"pre_lnorm": True}, {"untie_r": False}, {"cutoffs": [], "div_val": 1}, {"d_embed": 12, "div_val": 1}],
-    ids=["pre_lnorm", "shared biases", "no clusters", "equally wide clusters"],
+    [
+        {"pre_lnorm": True},
+        {"untie_r": False},
+        {"cutoffs": [], "div_val": 1},
+        {"d_embed": 12, "div_val": 1},
+        {"d_embed": 18, "div_val": 4},
+    ],
+    ids=["pre_lnorm", "shared biases", "no clusters", "equally wide clusters", "widths that do not divide"],
 )
 def test_gradients_of_other_layers_and_softmaxes_equal_the_slow_reference(changes: dict[str, Any]) -> None:
     model = tiny_model(memory_init="zeros", clamp_len=3, **changes).train()
