@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from hf_txl import TransfoXLConfig
 
 from .key_rules import FORMATS
-from .read_pytorch import StoredObject, module_tensors, read_file
+from .read_pytorch import StoredObject, module_tensors, other_file, read_file
 from .read_tensorflow import find_prefix, index_of, read_checkpoint
 from .state_dict import Shapes
 from .text_files import read_json_object
@@ -190,6 +190,8 @@ def _read(path: Path) -> tuple[list[Path], Any]:
         if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
             raise ValueError(f"`weight_map` in {path} must map every tensor to a file beside it, but does not.")
         files = [path.parent / name for name in sorted(set(names))]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise ValueError(f"{path} names files that must lie beside it, but {', '.join(missing)} does not.")
         tensors: dict[str, torch.Tensor] = {}
         for file in files:
             shard = _read_file(file)
@@ -208,7 +210,9 @@ def _read_file(file: Path) -> Any:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} must be a safetensors file, but cannot be read: {error}") from error
+        with open(file, "rb") as opened:
+            what = other_file(opened.read(32)) or f"cannot be read: {error}"
+        raise ValueError(f"{file} must be a safetensors file, but {what}") from error
 
 
 def _unwrapped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

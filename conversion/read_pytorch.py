@@ -46,9 +46,14 @@ OTHER_FILES = {
     b"version https://git-lfs": "is a pointer to a file in Git LFS, not the file: fetch that one",
     b"\x1f\x8b": "is compressed with gzip: unpack it first",
     b"\x89HDF": "is an HDF5 file, not a PyTorch one",
-    b"<": "is a web page, not a PyTorch file",
+    b"<": "is a web page, not a file with weights",
     b"PK\x05\x06": "is an empty zip archive",
 }
+
+
+def other_file(beginning: bytes) -> str | None:
+    """What a file is that begins so, if it is one that often lies where weights should."""
+    return next((reason for start, reason in OTHER_FILES.items() if beginning.startswith(start)), None)
 
 
 def read_file(path: str | os.PathLike[str]) -> Any:
@@ -83,9 +88,8 @@ def read_file(path: str | os.PathLike[str]) -> Any:
 def read_mapping(file: io.BufferedReader, mapping: mmap) -> Any:
     if mapping[:4] == ZIP_START:
         return read_archive(file, mapping)
-    for start, reason in OTHER_FILES.items():
-        if mapping[: len(start)] == start:
-            raise ValueError(reason)
+    if reason := other_file(mapping[:32]):
+        raise ValueError(reason)
     if mapping[257:262] == b"ustar":
         raise ValueError("is a tar archive, as torch wrote before release 0.1.10; save it again with torch 1.0")
     # within the first instructions, whichever protocol they have; most files need not be read to know

@@ -61,6 +61,11 @@ RENAMED = {**TransfoXLConfig.attribute_map, "tie_weight": "tie_word_embeddings"}
 READ = {name for name in TransfoXLConfig.__annotations__ if not name.startswith("_")}
 # … and those that say something in another way
 READ_OTHERWISE = {"attn_type", "share_proj"}
+# how a model was loaded once, and by what: the weights that are written are plain ones, whose type is their own
+NOT_OF_THE_MODEL = {
+    *("dtype", "torch_dtype", "quantization_config", "auto_map", "_attn_implementation", "attn_implementation"),
+    *("_attn_implementation_autoset", "_name_or_path"),
+}
 # arguments of the original codes that no weight and no computation depends on, or through others only
 WITHOUT_EFFECT = {"tgt_len", "adapt_inp", "adaptive", "dataset"}
 
@@ -123,21 +128,46 @@ class Settings:
             rest = {
                 name: value
                 for name, value in checkpoint.stored.items()
-                if RENAMED.get(name, name) not in READ and name not in READ_OTHERWISE
+                if RENAMED.get(name, name) not in READ and name not in READ_OTHERWISE | NOT_OF_THE_MODEL
             }
-            self.config = _configuration(TransfoXLConfig.from_dict, {**rest, **fields})
-            return
-        _check_known(fields, checkpoint)
-        self.config = _configuration(lambda values: TransfoXLConfig(**values), fields)
+            self.config = _configuration(TransfoXLConfig.from_dict, {**rest, **fields}, checkpoint)
+        else:
+            _check_known(fields, checkpoint)
+            self.config = _configuration(lambda values: TransfoXLConfig(**values), fields, checkpoint)
+        _check_bounds(self.config, checkpoint)
 
 
-def _configuration(make: Callable[[Fields], TransfoXLConfig], fields: Fields) -> TransfoXLConfig:
+def _configuration(
+    make: Callable[[Fields], TransfoXLConfig], fields: Fields, checkpoint: Checkpoint
+) -> TransfoXLConfig:
     """A configuration, or a `ValueError` that names the field whose type is wrong."""
     try:
         return make(fields)
-    except StrictDataclassError as error:
-        # its first line names the field, the others the types
-        raise ValueError("Settings must have the type of their field: " + " ".join(str(error).split())) from error
+    # fields that are the library's alone raise the others
+    except (StrictDataclassError, AttributeError, TypeError) as error:
+        # the first line names the field, the others the types
+        raise ValueError(
+            f"Settings, given or in {checkpoint.stored_in}, must have the type of their field: "
+            + " ".join(str(error).split())
+        ) from error
+
+
+def _check_bounds(config: TransfoXLConfig, checkpoint: Checkpoint) -> None:
+    """Refuse what no model of these tensors can have, before one is built."""
+    # a layer has tensors of its own
+    if config.n_layer > len(checkpoint.shapes):
+        raise ValueError(
+            f"`n_layer` must be the number of layers whose tensors are there, but is {config.n_layer}, and "
+            f"{checkpoint.found} has {len(checkpoint.shapes)} tensors in all."
+        )
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(config, name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(not 0 <= each < config.vocab_size for each in ids):
+            raise ValueError(
+                f"`{name}` must be between 0 and {config.vocab_size - 1} (`vocab_size` is {config.vocab_size}), but "
+                f"is {value}. Give another one (`--set {name}=…`)."
+            )
 
 
 def _renamed(values: Mapping[str, Any]) -> Fields:

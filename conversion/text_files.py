@@ -6,13 +6,13 @@ from typing import Any
 
 
 def read_text(file: Path) -> str:
-    """A text in UTF-8.
+    """A text in UTF-8, without the mark that some editors put before it.
 
     Raises:
         ValueError: if it is another encoding or cannot be read.
     """
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} must be a text in UTF-8, but cannot be read: {error}") from error
 

@@ -94,6 +94,8 @@ def convert(
 
     logging.disable_progress_bar()
     with _errors_as_messages():
+        if no_vocabulary and vocabulary is not None:
+            raise ValueError("Only one of `--vocabulary` and `--no-vocabulary` can be given, but both are.")
         result = convert(
             source,
             output,

@@ -73,6 +73,8 @@ def tokenize_corpus(
                 data_files=[str(path) for path in paths],
                 split="train",
                 keep_linebreaks=True,
+                # without the mark that some editors put before it
+                encoding="utf-8-sig",
                 streaming=streaming,
                 cache_dir=None if cache_dir is None else str(cache_dir),
             )

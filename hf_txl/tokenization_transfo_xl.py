@@ -452,6 +452,8 @@ def encode_file(
 ) -> np.ndarray:
     """The ids of a whole text file in UTF-8 as one stream, line by line as [`encode_lines`] gives them.
 
+    A byte order mark at its beginning is no part of the text.
+
     A tokenizer of mode `bytes` without line tokens reads any file, byte by byte.
 
     Returns:
@@ -461,7 +463,7 @@ def encode_file(
     settings = tokenizer.init_kwargs
     if settings.get("mode") == "bytes" and around == ([], []) and not settings.get("lower_case"):
         return _encode_bytes(tokenizer, np.fromfile(path, dtype=np.uint8))
-    with open(path, encoding="utf-8") as lines:
+    with open(path, encoding="utf-8-sig") as lines:
         encoded = encode_lines(tokenizer, lines, line_start=line_start, line_end=line_end)
         return np.fromiter(chain.from_iterable(encoded), dtype=np.int64)
 
@@ -531,7 +533,7 @@ def _read(texts: Iterable[str | os.PathLike], as_bytes: bool) -> Iterator[str | 
             continue
         with (
             open(text, "rb") as content,
-            io.TextIOWrapper(content, encoding="utf-8") as lines,
+            io.TextIOWrapper(content, encoding="utf-8-sig") as lines,
             # a bar on terminals only
             logging.tqdm(total=os.path.getsize(text), unit="B", unit_scale=True, desc=str(text), disable=None) as bar,
         ):

@@ -105,6 +105,7 @@ def test_damaged_files_of_transformers_are_refused(tmp_path: Path) -> None:
         "another byte order": weights[:8][::-1] + weights[8:],
         "a header of another length": bytes([weights[0] ^ 1]) + weights[1:],
         "text": b"<html>not found</html>",
+        "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
     }
     for name, content in damaged.items():
         folder = tmp_path / name
@@ -112,6 +113,8 @@ def test_damaged_files_of_transformers_are_refused(tmp_path: Path) -> None:
         (folder / "config.json").write_bytes(config)
         (folder / "model.safetensors").write_bytes(content)
         assert "model.safetensors" in assert_refused(tmp_path, folder)
+    pointer = assert_refused(tmp_path, tmp_path / "pointer")
+    assert "is a pointer to a file in Git LFS" in pointer
     for name, content in {"no json": b"{", "a list": b"[]", "bytes": b"\xff\xfe", "empty config": b""}.items():
         folder = tmp_path / name
         folder.mkdir()
@@ -128,7 +131,9 @@ def test_an_index_of_shards_leads_nowhere_else(map_to: object, tmp_path: Path) -
     shutil.copy(tmp_path / "good" / "config.json", folder)
     index = {"weight_map": {"transformer.r_w_bias": map_to}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    assert_refused(tmp_path, folder)
+    message = assert_refused(tmp_path, folder)
+    if map_to == "missing.safetensors":
+        assert "names files that must lie beside it, but missing.safetensors does not" in message
 
 
 @pytest.mark.parametrize("damage", ["empty index", "truncated index", "flipped index", "truncated data", "no data"])

@@ -200,15 +200,60 @@ def test_the_factor_of_the_widths_is_one_that_divides(widths: tuple[int, ...], d
     assert Settings(checkpoint_of("pytorch", tensors), ASKED).config.div_val == div_val
 
 
-def test_widths_that_were_rounded_are_refused_with_their_factor() -> None:
-    """The original takes 50 // 4, which no configuration here describes."""
-    tensors = source_tensors("pytorch", cutoffs=[11, 23], div_val=2, d_embed=16)
-    for table, width in enumerate((50, 12, 3)):
-        words = tensors[f"word_emb.emb_layers.{table}.weight"].shape[0]
-        tensors[f"word_emb.emb_layers.{table}.weight"] = torch.zeros(words, width)
+def test_widths_are_rounded_down_as_in_the_original() -> None:
+    """50 // 4 and 50 // 16."""
+    tensors = source_tensors("pytorch", cutoffs=[11, 23], div_val=4, d_embed=50)
+    assert [tensors[f"word_emb.emb_layers.{table}.weight"].shape[1] for table in range(3)] == [50, 12, 3]
     for stored in ({}, {"div_val": 4, "d_embed": 50}):
-        with pytest.raises(ValueError, match=r"`d_embed` must be divisible.*4\*\*2 = 16.*but is 50"):
-            Settings(checkpoint_of("pytorch", tensors, **stored), ASKED)
+        config = Settings(checkpoint_of("pytorch", tensors, **stored), ASKED).config
+        assert (config.div_val, config.d_embed) == (4, 50)
+        assert fitting_of("pytorch", tensors, config).read(tensors)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_more_layers_than_tensors_are_refused_before_a_model_is_built(format: str) -> None:
+    """A configuration of a few bytes would make one that fills the memory."""
+    tensors = source_tensors(format)
+    fields = {**SIZES, "cutoffs": [], "div_val": 1, "tie_word_embeddings": True}
+    stored = fields if format == "transformers" else {}
+    with pytest.raises(ValueError, match=rf"`n_layer` must be .* but is 10000000, and .* has {len(tensors)} tensors"):
+        Settings(checkpoint_of(format, tensors, **stored), {**options_of(format), "n_layer": 10_000_000})
+
+
+@pytest.mark.parametrize("name", ["bos_token_id", "eos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("value", [41, -1, [3, 41]])
+def test_a_token_that_the_vocabulary_does_not_have_is_refused(name: str, value: Any) -> None:
+    tensors = source_tensors("transformers")
+    fields = {**SIZES, "cutoffs": [], "div_val": 1}
+    if isinstance(value, list) and name != "eos_token_id":
+        return
+    with pytest.raises(ValueError, match=rf"`{name}` must be between 0 and 40 .*, but is "):
+        Settings(checkpoint_of("transformers", tensors, **fields, **{name: value}), {})
+    assert Settings(checkpoint_of("transformers", tensors, **fields, **{name: value}), {name: 40})
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *({"torch_dtype": value} for value in ("torch.float16", "auto", "float99", 5)),
+        *({"dtype": "auto"}, {"quantization_config": {"load_in_8bit": True}}, {"auto_map": {"AutoModel": "x.Y"}}),
+        *({"_attn_implementation": "flash_attention_2"}, {"_name_or_path": "somewhere"}),
+    ],
+    ids=str,
+)
+def test_how_a_model_was_loaded_once_is_not_part_of_it(odd: dict[str, Any]) -> None:
+    tensors = source_tensors("transformers")
+    fields = {**SIZES, "cutoffs": [], "div_val": 1}
+    config = Settings(checkpoint_of("transformers", tensors, **fields, **odd), {}).config
+    plain = Settings(checkpoint_of("transformers", tensors, **fields), {}).config
+    assert config.to_dict() == plain.to_dict()
+
+
+@pytest.mark.parametrize("odd", [{"id2label": [1]}, {"num_labels": "x"}, {"n_head": "four"}], ids=str)
+def test_a_field_of_another_type_is_one_message_with_the_file(odd: dict[str, Any]) -> None:
+    fields = {**SIZES, "cutoffs": [], "div_val": 1, **odd}
+    with pytest.raises(ValueError, match="Settings, given or in log.txt, must have the type of their field"):
+        Settings(checkpoint_of("transformers", source_tensors("transformers"), **fields), {})
 
 
 def options_of(format: str) -> dict[str, Any]:
@@ -286,15 +331,20 @@ def test_arguments_of_the_original_without_effect_may_be_given() -> None:
 def test_a_configuration_of_transformers_may_have_the_ends_of_the_vocabulary(size: str, cutoffs: list[int]) -> None:
     stored = {**SIZES, "cutoffs": cutoffs, "model_type": "transfo-xl", "title": "kept"}
     stored[size] = stored.pop("vocab_size")
-    config = Settings(checkpoint_of("transformers", {}, **stored), {}).config
+    config = Settings(checkpoint_of("transformers", source_tensors("transformers"), **stored), {}).config
     assert (config.cutoffs, config.vocab_size) == ([11, 23], 41)
     assert config.to_dict()["title"] == "kept"
     # what says nothing is the default, as in the arguments of the original
     stored |= {"d_embed": -1, "mem_len": None, "attn_type": 0, "share_proj": [False, True, False]}
-    config = Settings(checkpoint_of("transformers", {}, **stored), {}).config
+    config = Settings(checkpoint_of("transformers", source_tensors("transformers"), **stored), {}).config
     assert (config.d_embed, config.mem_len, config.tie_projs) == (16, TransfoXLConfig().mem_len, [False, True, False])
     assert (config.attention_kind, "share_proj" in config.to_dict()) == ("transformer_xl", False)
-    assert Settings(checkpoint_of("transformers", {}, **stored), {"mem_len": 9}).config.mem_len == 9
+    assert (
+        Settings(
+            checkpoint_of("transformers", source_tensors("transformers"), **stored), {"mem_len": 9}
+        ).config.mem_len
+        == 9
+    )
 
 
 @pytest.mark.parametrize("value", ["0", 7, [0], {}, 1.5])

@@ -59,6 +59,10 @@ def test_a_tokenizer_of_another_size_is_refused(words: list[str], mode: list[str
     assert run(source, "--no-vocabulary").exit_code == 0
 
 
+def test_a_vocabulary_and_none_cannot_both_be_asked_for(source: Path) -> None:
+    assert_refused(source, "Only one of `--vocabulary` and", "--no-vocabulary", "--vocabulary", source)
+
+
 def test_a_tokenizer_of_this_package_can_be_given_another_mode(source: Path) -> None:
     TransfoXLTokenizer.from_vocabulary(WORDS, "moses").save_pretrained(source)
     result = run(source, "--tokenizer-mode", "pretokenized")

@@ -157,6 +157,16 @@ def test_lists_of_words_are_read_by_their_first_column(tmp_path: Path) -> None:
     assert list(encode_lines(vocabulary.tokenizer(), ["the end"])) == [[0, 1, 2, 0]]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_word(tmp_path: Path) -> None:
+    """Some editors put one before a list."""
+    for name, mark in (("plain", b""), ("marked", b"\xef\xbb\xbf")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vocab.txt").write_bytes(mark + b"<eos>\na\n<unk>\n")
+    marked = read_vocabulary(tmp_path / "marked" / "vocab.txt")
+    assert marked == read_vocabulary(tmp_path / "plain" / "vocab.txt")
+    assert list(marked.symbols) == ["<eos>", "a", "<unk>"]
+
+
 def test_the_list_and_the_corpus_of_the_one_billion_words_agree() -> None:
     folder = VOCABULARIES / "corpus-lm1b" / "data"
     assert read_vocabulary(folder / "1b_word_vocab.txt") == read_vocabulary(folder / "cache.pt")

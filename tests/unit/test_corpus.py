@@ -79,6 +79,18 @@ def test_a_streamed_corpus_is_the_same_and_can_be_read_again(text_file: Path) ->
         assert [row["input_ids"] for row in streamed] == list(stored["input_ids"])
 
 
+def test_a_byte_order_mark_is_no_part_of_a_text(text_file: Path, tmp_path: Path) -> None:
+    """As some editors put before it: not of a corpus, not of a vocabulary that is counted."""
+    marked = tmp_path / "marked.txt"
+    marked.write_bytes(b"\xef\xbb\xbf" + text_file.read_bytes())
+    for mode in ("pretokenized", "moses", "characters"):
+        tokenizer = tokenizer_of(mode)
+        plain = list(tokenize_corpus(text_file, tokenizer)["input_ids"])
+        assert list(tokenize_corpus(marked, tokenizer)["input_ids"]) == plain
+        assert encode_file(tokenizer, marked).tolist() == list(chain.from_iterable(plain))
+        assert build_vocabulary([marked], mode) == build_vocabulary([text_file], mode)
+
+
 def test_line_tokens_can_be_chosen(text_file: Path) -> None:
     tokenizer = tokenizer_of("pretokenized")
     plain = tokenize_corpus(text_file, tokenizer, line_end=None)
