@@ -249,18 +249,22 @@ class StepTimes:
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
+def repair_type_as() -> None:
+    """Let `Tensor.type_as` take `dtype=`, which the legacy class passes and this method has never taken."""
+    original = torch.Tensor.type_as
+
+    @functools.wraps(original)
+    def type_as(tensor: torch.Tensor, other: Any = None, *, dtype: Any = None) -> torch.Tensor:
+        return original(tensor, other) if dtype is None else tensor.to(dtype)
+
+    torch.Tensor.type_as = type_as  # type: ignore[method-assign, assignment]
+
+
 class Legacy(Model):
     def build(self, shape: dict[str, Any], name: str) -> torch.nn.Module:
         from transformers.models.deprecated.transfo_xl import TransfoXLConfig, TransfoXLLMHeadModel
 
-        original = torch.Tensor.type_as
-
-        @functools.wraps(original)
-        def type_as(tensor: torch.Tensor, other: Any = None, *, dtype: Any = None) -> torch.Tensor:
-            # the class passes `dtype=`, which this method has never taken
-            return original(tensor, other) if dtype is None else tensor.to(dtype)
-
-        torch.Tensor.type_as = type_as  # type: ignore[method-assign, assignment]
+        repair_type_as()
         return TransfoXLLMHeadModel(TransfoXLConfig(**shape))
 
     def fresh_state(self, batch_size: int) -> Any:

@@ -36,14 +36,19 @@ def measure(contestants: dict[str, Callable[[], Any]], rounds: int = 5) -> dict[
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def process_bytes(field: str) -> int:
+    """A size that Linux tells of this process, such as `VmHWM` or `RssAnon`."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
 def peak_memory(restart: bool = False) -> int:
     """Largest resident memory of this process in bytes, since its start or since the last `restart` (Linux)."""
     if restart and os.path.exists("/proc/self/clear_refs"):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     # `ru_maxrss` outlives fork and exec, so that a child starts with its parent's; the status file does not
     if os.path.exists("/proc/self/status"):
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+        return process_bytes("VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import write_results
+from harness import process_bytes, write_results
 from tqdm.auto import tqdm
 
 from hf_txl import TransfoXLTokenizer
@@ -26,11 +26,6 @@ from hf_txl.tokenization_transfo_xl import build_vocabulary
 
 ROWS, SEGMENT = 16, 512
 NOTES = 20
-
-
-def anonymous_memory() -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 def write_text(path: Path, size: int) -> int:
@@ -49,7 +44,7 @@ def write_text(path: Path, size: int) -> int:
 
 def read(segments: Iterator[dict[str, Any]], num_tokens: int) -> dict[str, Any]:
     """Read all segments; tokens per second, and anonymous memory at the start, on the way and at most."""
-    started, start = time.perf_counter(), anonymous_memory()
+    started, start = time.perf_counter(), process_bytes("RssAnon")
     read_tokens, notes, most = 0, [], start
     with tqdm(total=num_tokens, unit="tok", unit_scale=True, desc="reading") as bar:
         for segment in segments:
@@ -57,7 +52,7 @@ def read(segments: Iterator[dict[str, Any]], num_tokens: int) -> dict[str, Any]:
             read_tokens += count
             bar.update(count)
             if read_tokens >= num_tokens * (len(notes) + 1) / NOTES:
-                notes.append(anonymous_memory())
+                notes.append(process_bytes("RssAnon"))
                 most = max(most, notes[-1])
     return {
         "tokens": read_tokens,

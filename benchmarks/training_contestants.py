@@ -9,12 +9,12 @@ Run as `python training_contestants.py NAME [FOLDER]`; see `harness.Contestant`.
 """
 
 import contextlib
-import functools
 import sys
 import time
 from typing import Any
 
 import torch
+from contestants import repair_type_as
 from harness import peak_memory, serve
 
 WT103: dict[str, Any] = {"vocab_size": 267735, "cutoffs": [20000, 40000, 200000], "div_val": 1}
@@ -144,14 +144,7 @@ class Legacy(Model):
     def build(self, shape: dict[str, Any]) -> torch.nn.Module:
         from transformers.models.deprecated.transfo_xl import TransfoXLConfig, TransfoXLLMHeadModel
 
-        original = torch.Tensor.type_as
-
-        @functools.wraps(original)
-        def type_as(tensor: torch.Tensor, other: Any = None, *, dtype: Any = None) -> torch.Tensor:
-            # the class passes `dtype=`, which this method has never taken
-            return original(tensor, other) if dtype is None else tensor.to(dtype)
-
-        torch.Tensor.type_as = type_as  # type: ignore[method-assign, assignment]
+        repair_type_as()
         return TransfoXLLMHeadModel(TransfoXLConfig(**shape))
 
     def start(self, batch_size: int) -> Any:

@@ -429,8 +429,7 @@ class TransfoXLAttention(RelativeAttention):
             value,
             relative_keys.rows_for(self.layer_idx, layout, self.make_rows),
             *(biases if biases is not None else (self.r_w_bias, self.r_r_bias)),
-            layout.key_mask,
-            layout.window,
+            layout,
             self.scaling,
             self.config.dropatt if self.training else 0.0,
         )

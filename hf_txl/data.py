@@ -169,12 +169,16 @@ class TokenStreams(IterableDataset):
             yield _stack([self[index] for index in range(first, first + self.batch_size)])
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        # a loader takes whole batches from its workers in turn, so each makes every n-th segment
-        worker = get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        first, step = _share_of_worker()
         for segment in range(first, self.num_segments, step):
             for row in range(self.batch_size):
                 yield self[segment * self.batch_size + row]
+
+
+def _share_of_worker() -> tuple[int, int]:
+    """First segment of a worker process, and steps to its next: a loader takes whole batches from each in turn."""
+    worker = get_worker_info()
+    return (0, 1) if worker is None else (worker.id, worker.num_workers)
 
 
 def check_sizes(**sizes: int) -> None:
@@ -341,8 +345,7 @@ class DocumentStreams(IterableDataset):
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         # which row reads a text depends on all before it, so every worker lays out all and gives its part
-        worker = get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        first, step = _share_of_worker()
         for segment in islice(self.segments(), first, None, step):
             for row in range(self.batch_size):
                 yield {name: tensor[row] for name, tensor in segment.items()}

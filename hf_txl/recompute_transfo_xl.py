@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .positions_transfo_xl import align_relative_scores, make_distance_mask
+from .positions_transfo_xl import AttentionLayout, align_relative_scores, distance_mask
 
 # B batch   H heads   Q queries (one segment)   K keys   D head size   N = K + Q rows of the position table
 # q, k queries and keys of a block   n = k + q its rows
@@ -26,9 +26,9 @@ class RelativeAttentionFunction(torch.autograd.Function):
     """softmax([(q + u) k + (q + v) r] scaling) values, for queries that see what lies before them.
 
     Takes `query` `(B, H, Q, D)`, `key` and `value` `(B, H, K, D)`, `rows` `(N, H, D)`: relative keys for distances
-    `K - 1 … -Q`, `content_bias` and `position_bias` `(H, D)`: u and v, `key_mask` `(B, K)` or `None`: keys that exist
-    in a row, `window`: keys a query may see, itself included, or `None`, `scaling`: factor of the scores, and
-    `dropout`: part of the probabilities that is dropped. Gives `(B, Q, H, D)`.
+    `K - 1 … -Q`, `content_bias` and `position_bias` `(H, D)`: u and v, `layout`: which keys a query may see, without
+    `distances`, `scaling`: factor of the scores, and `dropout`: part of the probabilities that is dropped. Gives
+    `(B, Q, H, D)`.
     """
 
     @staticmethod
@@ -40,14 +40,13 @@ class RelativeAttentionFunction(torch.autograd.Function):
         rows: torch.Tensor,
         content_bias: torch.Tensor,
         position_bias: torch.Tensor,
-        key_mask: torch.Tensor | None,
-        window: int | None,
+        layout: AttentionLayout,
         scaling: float,
         dropout: float,
     ) -> torch.Tensor:
-        tensors = query, key, value, rows, content_bias, position_bias, key_mask
+        tensors = query, key, value, rows, content_bias, position_bias
         ctx.save_for_backward(*tensors)
-        ctx.window, ctx.scaling, ctx.dropout = window, scaling, dropout
+        ctx.layout, ctx.scaling, ctx.dropout = layout, scaling, dropout
         # one number of the default generator, from which both passes draw the same
         ctx.seed = int(torch.randint(2**62, ())) if dropout else 0
         output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
@@ -92,8 +91,8 @@ class RelativeAttentionFunction(torch.autograd.Function):
                 of_query[block.row, :, block.queries] = (by_content + by_position) * ctx.scaling
                 for total, part in zip(of_biases, (by_content, by_position), strict=True):
                     total.add_(part.sum(dim=1, dtype=total.dtype), alpha=ctx.scaling)
-        of_u, of_v = (total.to(bias.dtype) for total, bias in zip(of_biases, tensors[4:6], strict=True))
-        return of_query, of_key, of_value, of_rows.transpose(0, 1), of_u, of_v, None, None, None, None
+        of_u, of_v = (total.to(bias.dtype) for total, bias in zip(of_biases, tensors[4:], strict=True))
+        return of_query, of_key, of_value, of_rows.transpose(0, 1), of_u, of_v, None, None, None
 
 
 class _Block:
@@ -111,27 +110,22 @@ class _Block:
         rows: torch.Tensor,
         content_bias: torch.Tensor,
         position_bias: torch.Tensor,
-        key_mask: torch.Tensor | None,
     ):
-        key_length, query_length = key.shape[2], query.shape[2]
-        past_length = key_length - query_length
-        first = 0 if ctx.window is None else max(0, past_length + queries.start - ctx.window + 1)
-        num_queries, num_keys = queries.stop - queries.start, past_length + queries.stop - first
-        self.row, self.queries, self.keys = row, queries, slice(first, past_length + queries.stop)
+        layout, self.keys = ctx.layout.part(row, queries.start, queries.stop)
+        self.row, self.queries = row, queries
         # the table begins with distance K - 1, the block with distance k - 1
-        self.distances = slice(key_length - num_keys, key_length + num_queries)
+        self.distances = slice(key.shape[2] - layout.key_length, key.shape[2] + layout.query_length)
         self.key, self.value = key[row, :, self.keys], value[row, :, self.keys]
         # (n, H, D) -> (H, n, D)
         self.rows = rows[self.distances].transpose(0, 1).to(query.dtype)
         states = query[row, :, queries]
         self.content_query = (states + content_bias.to(states.dtype)[:, None]) * ctx.scaling
         self.position_query = (states + position_bias.to(states.dtype)[:, None]) * ctx.scaling
-        mask = make_distance_mask(num_keys, num_queries, ctx.window, states.dtype, states.device)[0]
-        by_distance = torch.baddbmm(mask, self.position_query, self.rows.transpose(1, 2))
-        by_key = align_relative_scores(by_distance, num_keys)
+        by_distance = torch.baddbmm(distance_mask(layout, states)[0], self.position_query, self.rows.transpose(1, 2))
+        by_key = align_relative_scores(by_distance, layout.key_length)
         scores = torch.baddbmm(by_key, self.content_query, self.key.transpose(1, 2))
-        if key_mask is not None:
-            scores.masked_fill_(~key_mask[row, self.keys], float("-inf"))
+        if layout.key_mask is not None:
+            scores.masked_fill_(~layout.key_mask, float("-inf"))
         precision = torch.promote_types(scores.dtype, torch.float32)
         self.probabilities = torch.softmax(scores, dim=-1, dtype=precision)
         self.kept = dropout_factors(scores, ctx.dropout, ctx.seed + number) if ctx.dropout else None

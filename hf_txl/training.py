@@ -8,7 +8,6 @@ schedules, several processes, precision, uploads) is the library's.
 
 import copy
 import json
-import math
 import os
 import time
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SchedulerType
 from .cache_transfo_xl import TransfoXLMemory
 from .corpus import COLUMN, as_tokens, read_tokens
 from .data import DocumentStreams, TokenStreams
-from .scoring import evaluate_stream, score_sequences
+from .scoring import StreamScore, evaluate_stream, score_sequences
 
 LAYOUTS = ("stream", "documents", "sentences")
 TRAINER_STATE = "trainer_state.json"
@@ -149,6 +148,7 @@ class TransfoXLTrainer(Trainer):
             )
         # rows are of equal length; the library's choice for a tokenizer would pad them
         super().__init__(model=model, args=args, **{"data_collator": default_data_collator, **settings})
+        self.streams: TokenStreams | DocumentStreams | None = None
         self.memory: TransfoXLMemory | None = None
         if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1 and args.world_size == 1:
             raise ValueError(
@@ -166,7 +166,7 @@ class TransfoXLTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Segments of all streams of this process, in order; the memory starts afresh."""
-        streams = self._train_streams()
+        self.streams = streams = self._train_streams()
         self.memory = self.model.init_memory(self._train_batch_size, **self.args.memory_settings())
         dataset = _InOrder(streams) if isinstance(streams, TokenStreams) else streams
         return self._get_dataloader(
@@ -338,10 +338,9 @@ class TransfoXLTrainer(Trainer):
     def _memory_file(self, folder: Path) -> Path:
         return folder / f"memory-{self.args.process_index}-of-{self.args.world_size}.safetensors"
 
-    def _position(self) -> dict[str, Any]:
+    def _position(self, streams: TokenStreams | DocumentStreams) -> dict[str, Any]:
         """What a resumed run must have in common with this one, or its streams are others."""
         args = self.args
-        streams = self._train_streams()
         size = len(streams.tokens) if isinstance(streams, TokenStreams) else None
         return {
             "per_device_train_batch_size": self._train_batch_size,
@@ -365,9 +364,8 @@ class TransfoXLTrainer(Trainer):
             )
         with safe_open(path, framework="pt") as file:
             saved = json.loads(file.metadata()["position"])
-        differences = {
-            name: (saved.get(name), value) for name, value in self._position().items() if saved.get(name) != value
-        }
+        here = self._position(self._train_streams())
+        differences = {name: (saved.get(name), value) for name, value in here.items() if saved.get(name) != value}
         if differences:
             raise ValueError(
                 f"`resume_from_checkpoint` must be of a run with the same streams, but these differ (there, here): "
@@ -381,8 +379,8 @@ class TransfoXLTrainer(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         # called by every process, before the first one writes the state that makes a checkpoint whole
         super()._save_rng_state(output_dir)
-        assert self.memory is not None
-        write_memory(self._memory_file(Path(output_dir)), self.memory, position=self._position())
+        assert self.memory is not None and self.streams is not None
+        write_memory(self._memory_file(Path(output_dir)), self.memory, position=self._position(self.streams))
         self.accelerator.wait_for_everyone()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -403,7 +401,8 @@ def _is_endless(dataset: Any) -> bool:
 
 
 def _derived(loss: float) -> dict[str, float]:
-    return {"perplexity": math.exp(loss) if loss < 709 else math.inf, "bits_per_token": loss / math.log(2)}
+    score = StreamScore(loss, predictions=0, seconds=0.0)
+    return {"perplexity": score.perplexity, "bits_per_token": score.bits_per_token}
 
 
 def write_memory(path: Path, memory: TransfoXLMemory, **metadata: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_txl import recompute_transfo_xl
+from hf_txl.positions_transfo_xl import AttentionLayout
 from hf_txl.recompute_transfo_xl import (
     BucketLossFunction,
     RelativeAttentionFunction,
@@ -92,6 +93,12 @@ def attention_inputs(query_length: int, past_length: int, batch_size: int = 2) -
     }
 
 
+def layout_of(
+    leaves: dict[str, torch.Tensor], window: int | None = None, key_mask: torch.Tensor | None = None
+) -> AttentionLayout:
+    return AttentionLayout(leaves["query"].shape[2], leaves["key"].shape[2], window=window, key_mask=key_mask)
+
+
 @pytest.mark.parametrize("block", [1, 40, 10**6], ids=["one query per block", "some", "all"])
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize(("query_length", "past_length"), [(7, 0), (5, 6), (1, 3), (4, 9)])
@@ -100,7 +107,7 @@ def test_attention_is_that_of_single_queries(
 ) -> None:
     monkeypatch.setattr(recompute_transfo_xl, "BLOCK_SCORES", block)
     leaves = attention_inputs(query_length, past_length)
-    ours = RelativeAttentionFunction.apply(*leaves.values(), None, window, 0.4, 0.0)
+    ours = RelativeAttentionFunction.apply(*leaves.values(), layout_of(leaves, window), 0.4, 0.0)
     assert_same_gradients(ours, plain_attention(*leaves.values(), None, window, 0.4), leaves, **EXACT)
 
 
@@ -110,7 +117,7 @@ def test_keys_that_a_row_does_not_have_are_not_seen(block: int, monkeypatch: pyt
     leaves = attention_inputs(4, 5)
     key_mask = torch.ones(2, 9, dtype=torch.bool)
     key_mask[0, :3] = key_mask[1, :5] = False
-    ours = RelativeAttentionFunction.apply(*leaves.values(), key_mask, None, 0.4, 0.0)
+    ours = RelativeAttentionFunction.apply(*leaves.values(), layout_of(leaves, key_mask=key_mask), 0.4, 0.0)
     assert_same_gradients(ours, plain_attention(*leaves.values(), key_mask, None, 0.4), leaves, **EXACT)
 
 
@@ -128,7 +135,7 @@ def test_both_passes_drop_the_same_probabilities(block: int, monkeypatch: pytest
     monkeypatch.setattr(recompute_transfo_xl, "dropout_factors", spy)
     leaves = attention_inputs(6, 5)
     torch.manual_seed(3)
-    ours = RelativeAttentionFunction.apply(*leaves.values(), None, None, 0.4, 0.3)
+    ours = RelativeAttentionFunction.apply(*leaves.values(), layout_of(leaves), 0.4, 0.3)
     per_row = len(drawn) // 2
     blocks = [factors for _, factors in sorted(drawn.items(), key=lambda item: item[0][0])]
 
@@ -141,7 +148,7 @@ def test_both_passes_drop_the_same_probabilities(block: int, monkeypatch: pytest
     assert len(blocks) == (2 if block == 10**6 else 2 * per_row) and per_row in (1, 3, 6)
     expected = plain_attention(*leaves.values(), None, None, 0.4, factors)
     assert_same_gradients(ours, expected, leaves, **EXACT)
-    again = RelativeAttentionFunction.apply(*leaves.values(), None, None, 0.4, 0.3)
+    again = RelativeAttentionFunction.apply(*leaves.values(), layout_of(leaves), 0.4, 0.3)
     assert not torch.equal(again, ours)
 
 
@@ -156,7 +163,7 @@ def test_attention_keeps_nothing_for_a_pair_of_query_and_key() -> None:
     leaves = attention_inputs(40, 30, batch_size=1)
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
-        RelativeAttentionFunction.apply(*leaves.values(), None, None, 0.4, 0.1)
+        RelativeAttentionFunction.apply(*leaves.values(), layout_of(leaves), 0.4, 0.1)
     assert max(kept) <= 110 * 3 * 5 < 40 * 70 * 3
 
 
