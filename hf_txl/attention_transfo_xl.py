@@ -22,6 +22,7 @@ from .positions_transfo_xl import (
     align_relative_scores,
     distance_mask,
     gather_relative_scores,
+    scores_by_distance,
     spread_relative_probabilities,
 )
 from .recompute_transfo_xl import RelativeAttentionFunction
@@ -363,16 +364,16 @@ class RelativeAttention(SegmentAttention):
     ) -> torch.Tensor:
         batch_size, num_heads, query_length, _ = query.shape
         # (B, H, Q, D') -> (H, B * Q, D'): the rows are the same for every row of the batch
-        position_query = self.position_query(query, bias).transpose(0, 1).flatten(1, 2)
+        position_query = self.position_query(query, bias).transpose(0, 1).flatten(1, 2) * self.scaling
         rows = relative_keys.rows_for(self.layer_idx, layout, self.make_rows)
         # (N, H or 1, D') -> (H, D', N)
         rows = rows.permute(1, 2, 0).to(query.dtype).expand(num_heads, -1, -1)
         if layout.distances is not None:
-            scores = torch.matmul(position_query * self.scaling, rows[..., : layout.key_length])
+            scores = torch.matmul(position_query, rows[..., : layout.key_length])
             # (H, B * Q, K) -> (B, H, Q, K)
             scores = scores.unflatten(1, (batch_size, query_length)).transpose(0, 1)
             return gather_relative_scores(scores, layout)
-        scores = torch.baddbmm(distance_mask(layout, position_query), position_query, rows, alpha=self.scaling)
+        scores = scores_by_distance(position_query, rows, layout)
         # (H, B * Q, N) -> (B, H, Q, N) -> (B, H, Q, K)
         scores = scores.unflatten(1, (batch_size, query_length)).transpose(0, 1)
         return mask_keys(align_relative_scores(scores, layout.key_length), layout)

@@ -232,14 +232,42 @@ def align_relative_scores(scores: torch.Tensor, key_length: int) -> torch.Tensor
     return rows.unflatten(-1, (query_length, width - 1))[..., :key_length]
 
 
+def scores_by_distance(query: torch.Tensor, rows: torch.Tensor, layout: AttentionLayout) -> torch.Tensor:
+    """Scores of queries for every distance, `-inf` beyond the window and for future keys.
+
+    Args:
+        query (`torch.Tensor` of shape `(H, any number, D)`): Queries of any rows of the batch, scaled.
+        rows (`torch.Tensor` of shape `(H, D, key_length + query_length)`): Position table, largest distance first.
+        layout (`AttentionLayout`): Where queries and keys lie, without `distances`.
+
+    Returns:
+        `torch.Tensor` of shape `(H, any number, key_length + query_length)`.
+    """
+    if torch.is_grad_enabled() or _is_traced(query):
+        return torch.baddbmm(distance_mask(layout, query), query, rows)
+    # what may be seen lies between the two ends, which are not worth a product, nor a mask of the scores' size
+    end = layout.key_length
+    first = 0 if layout.window is None else max(0, end - layout.window)
+    scores = query.new_empty(*query.shape[:2], rows.shape[2])
+    torch.bmm(query, rows[..., first:end], out=scores[..., first:end])
+    scores[..., :first] = float("-inf")
+    scores[..., end:] = float("-inf")
+    return scores
+
+
+def _is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a program is made of what is done, or the tensor belongs to a mode such as one without data."""
+    return type(tensor) is not torch.Tensor or torch.compiler.is_compiling()
+
+
 def distance_mask(layout: AttentionLayout, like: torch.Tensor) -> torch.Tensor:
     """0 for the distances a query may look at, `-inf` beyond the window and for future keys, `(1, 1, K + Q)`.
 
     Causal mask and window depend on the distance alone, so they are laid over the scores before these are aligned.
     """
     lengths = (layout.key_length, layout.query_length, layout.window)
-    # a tensor of another class may belong to a mode that ends, such as one without data
-    if type(like) is not torch.Tensor or torch.compiler.is_compiling():
+    # what belongs to a mode that ends must not be kept
+    if _is_traced(like):
         return make_distance_mask(*lengths, like.dtype, like.device)
     return kept_distance_mask(*lengths, like.dtype, like.device, torch.is_inference_mode_enabled())
 
@@ -315,6 +343,7 @@ __all__ = [
     "align_relative_scores",
     "distance_mask",
     "gather_relative_scores",
+    "scores_by_distance",
     "sinusoid_embeddings",
     "spread_relative_probabilities",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .positions_transfo_xl import AttentionLayout, align_relative_scores, distance_mask
+from .positions_transfo_xl import AttentionLayout, align_relative_scores, scores_by_distance
 
 # B batch   H heads   Q queries (one segment)   K keys   D head size   N = K + Q rows of the position table
 # q, k queries and keys of a block   n = k + q its rows
@@ -121,7 +121,7 @@ class _Block:
         states = query[row, :, queries]
         self.content_query = (states + content_bias.to(states.dtype)[:, None]) * ctx.scaling
         self.position_query = (states + position_bias.to(states.dtype)[:, None]) * ctx.scaling
-        by_distance = torch.baddbmm(distance_mask(layout, states)[0], self.position_query, self.rows.transpose(1, 2))
+        by_distance = scores_by_distance(self.position_query, self.rows.transpose(1, 2), layout)
         by_key = align_relative_scores(by_distance, layout.key_length)
         scores = torch.baddbmm(by_key, self.content_query, self.key.transpose(1, 2))
         if layout.key_mask is not None:
