@@ -155,6 +155,14 @@ class TransfoXLTrainer(Trainer):
                 f"{started} processes were started, but each sees only itself and would train on its own. Without an "
                 "accelerator set `use_cpu=True`."
             )
+        if (self.is_fsdp_enabled or self.is_deepspeed_enabled) and (
+            args.layout == "documents" and args.eval_strategy != "no"
+        ):
+            raise ValueError(
+                "`eval_strategy` must be 'no' with `layout='documents'` where processes share the weights out (FSDP, "
+                "DeepSpeed), since unequal numbers of calls would let them wait for each other without end, but is "
+                f"{args.eval_strategy.value!r}."
+            )
         if args.n_gpu > 1:
             raise ValueError(
                 f"One process must use one device, as each has its own memory, but this one sees {args.n_gpu} GPUs "

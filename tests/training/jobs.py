@@ -14,12 +14,15 @@ import socket
 import sys
 import time
 from dataclasses import dataclass, field
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from hf_txl.data import TokenStreams
+from hf_txl.scoring import evaluate_stream
 from hf_txl.training import TransfoXLTrainer, TransfoXLTrainingArguments, last_checkpoint
 from tests.model.tiny_models import random_ids, tiny_model
 
@@ -41,6 +44,7 @@ class Job:
         kill_at (`tuple[str, int]`, *optional*):
             Process 0 kills itself at the begin of this step (`"step"`), or when it opens this file, counted from 1,
             for writing (`"write"`).
+        sharded (`bool`): Whether a loop trains it whose processes share the weights out among them (FSDP2).
     """
 
     folder: str
@@ -50,6 +54,7 @@ class Job:
     vocab_size: int = 41
     documents: bool = False
     kill_at: tuple[str, int] | None = None
+    sharded: bool = False
 
     def text(self) -> torch.Tensor:
         return random_ids(1, self.num_tokens, vocab_size=self.vocab_size)[0]
@@ -94,6 +99,44 @@ def train(job: Job) -> None:
     save_file(memory, folder / f"memory-{args.process_index}.safetensors")
 
 
+def train_sharded(job: Job) -> None:
+    """The recipe of the trainer in a loop written out, with FSDP2: every layer is put together where it is needed."""
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+    from transformers import get_cosine_schedule_with_warmup
+
+    dist.init_process_group("gloo")
+    rank, num_rows = dist.get_rank(), job.arguments["per_device_train_batch_size"]
+    own = slice(rank * num_rows, (rank + 1) * num_rows)
+    model = tiny_model(**job.model).train()
+    for layer in model.transformer.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, weight_decay=0.0)
+    schedule = get_cosine_schedule_with_warmup(optimizer, 0, job.arguments["max_steps"])
+    memory = model.init_memory(num_rows)
+    streams = TokenStreams(job.text(), num_rows * dist.get_world_size(), 7, mark_starts=True)
+    passes = chain.from_iterable(streams.segments() for _ in count())
+    for segment in islice(passes, job.arguments["max_steps"]):
+        if segment["reset_memory"].all():
+            memory.reset()
+        output = model(segment["input_ids"][own], shift_labels=segment["shift_labels"][own], cache=memory)
+        output.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    assert all(isinstance(parameter, torch.distributed.tensor.DTensor) for parameter in model.parameters())
+    score = evaluate_stream(model, job.text()[:100], segment_length=7, batch_size=2)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        folder = Path(job.folder)
+        folder.mkdir(exist_ok=True)
+        tensors = {name: whole[name].clone() for name, _ in model.named_parameters()}
+        save_file({**tensors, "loss": torch.tensor(score.loss)}, folder / "weights.safetensors")
+
+
 def kill_at(trainer: TransfoXLTrainer, event: str, number: int) -> None:
     """Let this process be killed there, as the system would."""
     from transformers import TrainerCallback
@@ -135,7 +178,7 @@ def _work(rank: int, num_processes: int, port: int, jobs: list[Job]) -> None:
             "MASTER_PORT": str(port),
         }
     for job in jobs:
-        train(job)
+        train_sharded(job) if job.sharded else train(job)
     if num_processes > 1:
         torch.distributed.destroy_process_group()
 

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from hf_txl.scoring import evaluate_stream
 from hf_txl.training import last_checkpoint
 from tests.helpers import assert_close
+from tests.model.tiny_models import tiny_model
 from tests.training.jobs import Job, memory_of, random_seconds, run, weights_of
 
 pytest.importorskip("accelerate")
@@ -68,6 +70,25 @@ def test_each_process_remembers_its_own_rows(name: str, one_and_two: tuple[dict[
         assert_close(key, torch.cat([part[key] for part in parts]).float(), tensor.float(), atol=1e-5)
     first, second = (part["layers.0.hidden_states"] for part in parts)
     assert not torch.equal(first, second)
+
+
+def test_processes_that_share_the_weights_out_equal_one(
+    one_and_two: tuple[dict[str, Job], dict[str, Job]], tmp_path: Path
+) -> None:
+    """FSDP2; evaluation too, which calls the model that is shared out."""
+    expected = weights_of(one_and_two[0]["1 parts"])
+    job = Job(str(tmp_path), {"per_device_train_batch_size": 2, "max_steps": 20}, sharded=True)
+    assert run([job], 2)
+    weights = weights_of(job)
+    loss = weights.pop("loss").item()
+    assert weights.keys() == expected.keys()
+    for key, weight in weights.items():
+        assert_close(key, weight, expected[key], **EQUAL)
+    model = tiny_model().eval()
+    model.load_state_dict(weights, strict=False)
+    assert evaluate_stream(model, job.text()[:100], segment_length=7, batch_size=2).loss == pytest.approx(
+        loss, abs=1e-6
+    )
 
 
 def resumable(folder: Path, documents: bool, num_processes: int) -> Job:

@@ -99,7 +99,7 @@ def document_segments(documents: list[list[int]], length: int) -> Iterator[tuple
                 yield ids[:, :-1], ids[:, 1:], start == 0
 
 
-def hand_loop(model: Any, segments: Iterator[Any], steps: int) -> Any:
+def hand_loop(model: Any, segments: Iterator[Any], steps: int, bf16: bool = False) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=EPSILON, weight_decay=0.0)
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=0, num_training_steps=steps)
     memory = None
@@ -108,7 +108,9 @@ def hand_loop(model: Any, segments: Iterator[Any], steps: int) -> Any:
         inputs, targets, begins = next(segments)
         if begins:
             memory = TransfoXLMemory(model.config)
-        model(inputs, shift_labels=targets, cache=memory).losses.mean().backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            losses = model(inputs, shift_labels=targets, cache=memory).losses
+        losses.mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
         optimizer.step()
         schedule.step()
@@ -121,6 +123,26 @@ def test_a_trained_text_equals_a_loop_over_its_segments(tmp_path: Path) -> None:
     trainer = trained(tmp_path, max_steps=33)
     expected = hand_loop(tiny_model(), stream_segments(TEXT, 3, 7), 33)
     assert_same_weights(trainer.model, expected, **SAME)
+
+
+def test_bfloat16_trains_what_a_loop_under_autocast_trains(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, max_steps=33, bf16=True)
+    expected = hand_loop(tiny_model(), stream_segments(TEXT, 3, 7), 33, bf16=True)
+    assert_same_weights(trainer.model, expected, **SAME)
+    weights = dict(trainer.model.named_parameters())
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    # it was not float32 that trained
+    single = hand_loop(tiny_model(), stream_segments(TEXT, 3, 7), 33)
+    assert any((weights[name] - weight).abs().max() > 1e-4 for name, weight in single.named_parameters())
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains_what_a_loop_trains(tmp_path: Path) -> None:
+    """Through the end of a pass, whose last segment is short and after which the memory is empty again."""
+    trainer = trained(tmp_path, max_steps=18, torch_compile=True)
+    assert isinstance(trainer.model_wrapped, torch._dynamo.eval_frame.OptimizedModule)
+    expected = hand_loop(tiny_model(), stream_segments(TEXT, 3, 7), 18)
+    assert_same_weights(trainer.model, expected, atol=1e-5)
 
 
 def test_accumulated_parts_follow_each_other_in_time(tmp_path: Path) -> None:
@@ -473,6 +495,18 @@ def test_several_gpus_in_one_process_are_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(type(args), "n_gpu", 2)
     with pytest.raises(ValueError, match="this one sees 2 GPUs.*`torchrun` or `accelerate launch`"):
         TransfoXLTrainer(tiny_model(), args, train_dataset=TEXT)
+
+
+def test_documents_are_not_evaluated_by_processes_that_share_the_weights_out(tmp_path: Path) -> None:
+    class Sharing(TransfoXLTrainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            # only accelerators are shared out by the library
+            self.is_fsdp_enabled = True
+
+    args = arguments(tmp_path, layout="documents", eval_strategy="steps", eval_steps=5)
+    with pytest.raises(ValueError, match="`eval_strategy` must be 'no' with `layout='documents'`.* is 'steps'"):
+        Sharing(tiny_model(), args, train_dataset=DOCUMENTS, eval_dataset=DOCUMENTS)
 
 
 def test_processes_that_do_not_see_each_other_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
