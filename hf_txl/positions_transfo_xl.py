@@ -245,13 +245,12 @@ def scores_by_distance(query: torch.Tensor, rows: torch.Tensor, layout: Attentio
     """
     if torch.is_grad_enabled() or _is_traced(query):
         return torch.baddbmm(distance_mask(layout, query), query, rows)
-    # what may be seen lies between the two ends, which are not worth a product, nor a mask of the scores' size
-    end = layout.key_length
-    first = 0 if layout.window is None else max(0, end - layout.window)
-    scores = query.new_empty(*query.shape[:2], rows.shape[2])
-    torch.bmm(query, rows[..., first:end], out=scores[..., first:end])
-    scores[..., :first] = float("-inf")
-    scores[..., end:] = float("-inf")
+    # what is hidden lies at the two ends: cheaper to fill than a mask of the scores' size
+    scores = torch.bmm(query, rows)
+    num_beyond = 0 if layout.window is None else max(0, layout.key_length - layout.window)
+    for hidden in (scores[..., :num_beyond], scores[..., layout.key_length :]):
+        if hidden.shape[-1]:
+            hidden.fill_(float("-inf"))
     return scores
 
 
