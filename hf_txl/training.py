@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments, default_data_collator
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SchedulerType
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SchedulerType
 
 from .cache_transfo_xl import TransfoXLMemory
 from .corpus import COLUMN, as_tokens, read_tokens
@@ -161,7 +161,7 @@ class TransfoXLTrainer(Trainer):
             raise ValueError(
                 "`eval_strategy` must be 'no' with `layout='documents'` where processes share the weights out (FSDP, "
                 "DeepSpeed), since unequal numbers of calls would let them wait for each other without end, but is "
-                f"{args.eval_strategy.value!r}."
+                f"{IntervalStrategy(args.eval_strategy).value!r}."
             )
         if args.n_gpu > 1:
             raise ValueError(

@@ -27,19 +27,20 @@ from hf_txl.demo import character_tokenizer, demo_text
 from hf_txl.scoring import evaluate_stream
 from hf_txl.training import TransfoXLTrainingArguments
 from tests.helpers import assert_close
+from tests.packaging.hub_server import HubServer
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_CELLS = 24
 
 
-def run_example(name: str, *arguments: str) -> str:
+def run_example(name: str, *arguments: str, **environment: str) -> str:
     """Standard output of an example run with the interpreter and the package of this test."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     completed = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **environment},
     )
     assert completed.returncode == 0, completed.stderr[-4000:]
     return completed.stdout
@@ -477,6 +478,27 @@ def test_a_resumed_training_goes_on_from_the_steps_of_before(trained_twice: tupl
 def test_a_streamed_text_is_trained_without_being_written(words: Path, tmp_path: Path) -> None:
     run_processes(tmp_path, "train.py", *train_arguments(words, tmp_path / "out", 3), "--streaming")
     assert any("loss" in entry for entry in read(tmp_path / "out")["history"])
+
+
+def test_a_trained_model_is_uploaded(words: Path, tmp_path: Path) -> None:
+    """At every checkpoint and at the end: what is on the Hub then is what the run left."""
+    arguments = [str(argument) for argument in train_arguments(words, tmp_path / "out", 4)]
+    settings = {"HF_TOKEN": "hf_none", "HF_HUB_DISABLE_XET": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    with HubServer(tmp_path / "hub") as hub:
+        run_example(
+            "train.py", *arguments, "--push_to_hub", "--hub_model_id", "me/words", HF_ENDPOINT=hub.endpoint, **settings
+        )
+    assert hub.commits[-1] == "End of training"
+    uploaded = tmp_path / "hub" / "me" / "words"
+    assert {"README.md", "tokenizer.json", "results.json"} <= {path.name for path in uploaded.iterdir()}
+    assert not list(uploaded.glob("checkpoint-*"))
+    model, left = (AutoModelForCausalLM.from_pretrained(folder) for folder in (uploaded, tmp_path / "out"))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, left.state_dict()[name]), name
+    assert (
+        AutoTokenizer.from_pretrained(uploaded).get_vocab()
+        == AutoTokenizer.from_pretrained(left.name_or_path).get_vocab()
+    )
 
 
 def test_a_used_output_folder_is_refused_unless_the_run_goes_on(
