@@ -13,7 +13,7 @@ processes read together. Every setting of it can be changed: those of the model 
 training by an option of the same name (`--help` lists them), the streams by `--batch_size`.
 
 The output folder gets the model with its tokenizer, `results.json` (learning curve, evaluations, settings, machine)
-and `curves.png`, a plot, where matplotlib is installed.
+and `curves.png`, a plot of them, where matplotlib is installed.
 """
 
 import json
@@ -140,6 +140,7 @@ def write_results(trainer: TransfoXLTrainer, by_memory: list[dict[str, Any]]) ->
             for name in (
                 *(
                     "segment_length",
+                    "mem_len",
                     "max_steps",
                     "warmup_steps",
                     "learning_rate",
@@ -156,17 +157,34 @@ def write_results(trainer: TransfoXLTrainer, by_memory: list[dict[str, Any]]) ->
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {trainer.args.device}",
     }
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    plot_results(results, folder / "curves.png")
+
+
+def plot_results(results: dict[str, Any], path: Path) -> None:
+    """The learning curve, and beside it what a longer memory is worth, if that was measured."""
     try:
         import matplotlib.pyplot as plt
     except ImportError:
         return
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    rows = results["by_memory"]
+    figure, axes = plt.subplots(
+        1, 2 if rows else 1, figsize=(11 if rows else 7, 4), layout="constrained", squeeze=False
+    )
+    curve, by_memory = axes[0, 0], axes[0, -1]
     for key, name in (("loss", "training"), ("eval_loss", "validation")):
-        points = [(entry["step"], entry[key] / math.log(2)) for entry in history if key in entry]
-        axes.plot(*zip(*points, strict=True), label=name) if points else None
-    axes.set(xlabel="step", ylabel="bits per token")
-    axes.legend()
-    figure.savefig(folder / "curves.png", dpi=120)
+        points = [(entry["step"], entry[key] / math.log(2)) for entry in results["history"] if key in entry]
+        if points:
+            curve.plot(*zip(*points, strict=True), label=name, linewidth=0.8 if key == "loss" else 2)
+    curve.set(xlabel="step", ylabel="bits per token")
+    curve.legend()
+    if rows:
+        by_memory.plot([row["mem_len"] for row in rows], [row["bits_per_token"] for row in rows], marker="o")
+        trained = results["training"].get("mem_len") or hf_txl.TransfoXLConfig(**results["model"]).mem_len
+        by_memory.axvline(trained, linestyle="--", color="grey", label="memory of the training")
+        by_memory.set_xscale("symlog", base=2, linthresh=1)
+        by_memory.set(xlabel="memory in evaluation", ylabel="bits per token, validation")
+        by_memory.legend()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
