@@ -10,6 +10,7 @@ Weights are random. Every model attends to as many earlier tokens as the memory 
 Run as `python contestants.py NAME`; see `harness.Contestant`.
 """
 
+import copy
 import functools
 import statistics
 import sys
@@ -42,6 +43,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 GPT2_VOCABULARY = {"wt103-base": 267735, "wt103-large": 50257, "small": 1000}
 SEGMENT = 128  # tokens read at once
+HYPOTHESES, HYPOTHESIS_LENGTH = 8, 16  # continuations of one text that are scored together
+SLIDING_WINDOW = 512  # tokens that a model without memory reads again for each target
 
 
 class Model:
@@ -61,6 +64,7 @@ class Model:
                 "fill",
                 "decode",
                 "evaluate",
+                "rescore",
                 "first_token",
                 "read_bandwidth",
                 "peak",
@@ -82,6 +86,10 @@ class Model:
         raise NotImplementedError
 
     def continue_greedily(self, ids: torch.Tensor, num_tokens: int) -> None:
+        raise NotImplementedError
+
+    def score_hypotheses(self, ids: torch.Tensor, targets: torch.Tensor) -> Any:
+        """Score rows that all go on from the one row of the state, and leave the state as it was."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
@@ -130,6 +138,13 @@ class Model:
         return self.seconds_of(lambda: self.read(ids, targets))
 
     @torch.no_grad()
+    def rescore(self) -> float:
+        """Seconds to score hypotheses that go on from the text read so far, which stays as it is."""
+        shape = HYPOTHESES, HYPOTHESIS_LENGTH
+        ids, targets = self.random_ids(*shape), self.random_ids(*shape)
+        return self.seconds_of(lambda: self.score_hypotheses(ids, targets))
+
+    @torch.no_grad()
     def first_token(self) -> float:
         """Seconds from a prompt of one segment to its first new token, from a fresh state."""
         self.state = self.fresh_state(1)
@@ -166,7 +181,8 @@ class Ours(Model):
         return TransfoXLForCausalLM(config)
 
     def tasks(self) -> dict[str, Callable[..., Any]]:
-        return {**super().tasks(), "decode_all_scores": self.decode_all_scores, "decode_long": self.decode_long}
+        own = {"decode_all_scores": self.decode_all_scores, "decode_long": self.decode_long, "slide": self.slide}
+        return {**super().tasks(), **own}
 
     def fresh_state(self, batch_size: int) -> Any:
         return self.model.init_memory(batch_size, stores="keys_values")
@@ -178,6 +194,16 @@ class Ours(Model):
     def continue_greedily(self, ids: torch.Tensor, num_tokens: int, **options: Any) -> Any:
         plain = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         return self.model.generate(ids, cache=self.state, max_new_tokens=num_tokens, **plain, **options)
+
+    def score_hypotheses(self, ids: torch.Tensor, targets: torch.Tensor) -> Any:
+        return self.model(ids, cache=self.state.select([0] * len(ids)), shift_labels=targets, return_logits=False)
+
+    @torch.no_grad()
+    def slide(self) -> float:
+        """Seconds to score one token without a memory: the window before it is read anew."""
+        ids, targets = self.random_ids(1, SLIDING_WINDOW), self.random_ids(1, SLIDING_WINDOW)
+        targets[:, :-1] = -100
+        return self.seconds_of(lambda: self.model(ids, shift_labels=targets, use_cache=False, return_logits=False))
 
     @torch.no_grad()
     def decode_all_scores(self, num_tokens: int) -> float:
@@ -292,6 +318,10 @@ class Legacy(Model):
             hidden = output.last_hidden_state[:, -1:]
             ids = self.model.crit(hidden.flatten(0, 1)).argmax(-1, keepdim=True)
 
+    def score_hypotheses(self, ids: torch.Tensor, targets: torch.Tensor) -> Any:
+        mems = [states.expand(-1, len(ids), -1) for states in self.state]
+        return self.model(ids, mems=mems, labels=targets)
+
 
 class Gpt2(Model):
     def build(self, shape: dict[str, Any], name: str) -> torch.nn.Module:
@@ -337,6 +367,14 @@ class Gpt2(Model):
         self.model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=num_tokens, **plain, **cache)
         if past:
             self.state.crop(past - self.state.get_seq_length())
+
+    def score_hypotheses(self, ids: torch.Tensor, targets: torch.Tensor) -> Any:
+        before = self.state
+        self.state = copy.deepcopy(before)
+        self.state.batch_repeat_interleave(len(ids))
+        logits = self.model(ids, **self.cache()).logits
+        self.state = before
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def cache_names() -> set[str]:

@@ -6,7 +6,9 @@ measured in turn and what disturbs one disturbs all. Read the ratios: they are m
 - attention alone: ours against PyTorch's fused attention with the same boolean mask and no positions;
 - decoding: tokens per second behind a full memory, batch 1 and 8, and the bandwidth bound: the bytes that one step
   must read, over the read bandwidth that was measured just before and after;
-- evaluation: tokens per second, a segment of 128 behind a full memory;
+- evaluation: tokens per second, a segment of 128 behind a full memory; ours without a memory, a window of 512 for each
+  token;
+- rescoring: tokens per second, 8 hypotheses of 16 tokens each that go on from one text;
 - first token: a prompt of 128 and one new token;
 - long texts: a step behind 100 to 20,000 tokens, and 20,000 tokens written one by one.
 
@@ -27,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from contestants import SHAPES
+from contestants import HYPOTHESES, HYPOTHESIS_LENGTH, SEGMENT, SHAPES, SLIDING_WINDOW
 from harness import Contestant, measure, write_results
 from tqdm.auto import tqdm
 
@@ -125,7 +127,16 @@ def measure_shape(peers: Peers, shape: str, batches: list[int], rounds: int, ste
         decoding["tokens_per_second_reading_all_clusters"] = batch_size / statistics.median(all_scores)
         report[f"decoding, batch {batch_size}"] = decoding
         if batch_size == 1:
-            report["evaluation"] = compare(peers.rounds("evaluate", max(2, rounds // 2), {}), 128)
+            report["evaluation"] = evaluation = compare(peers.rounds("evaluate", max(2, rounds // 2), {}), SEGMENT)
+            report[f"rescoring {HYPOTHESES} x {HYPOTHESIS_LENGTH}"] = compare(
+                peers.rounds("rescore", 2, {}), HYPOTHESES * HYPOTHESIS_LENGTH
+            )
+            sliding = 1 / statistics.median(peers.members[first].ask("slide") for _ in range(3))
+            report["sliding_window"] = {
+                "window": SLIDING_WINDOW,
+                "tokens_per_second": sliding,
+                "evaluation_over_sliding_window": evaluation["tokens_per_second"][first] / sliding,
+            }
     report["batch_scaling"] = {
         name: report[f"decoding, batch {batches[-1]}"]["tokens_per_second"][name] / speed
         for name, speed in report[f"decoding, batch {batches[0]}"]["tokens_per_second"].items()
