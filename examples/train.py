@@ -178,12 +178,11 @@ def plot_results(results: dict[str, Any], path: Path) -> None:
     curve.set(xlabel="step", ylabel="bits per token")
     curve.legend()
     if rows:
-        by_memory.plot([row["mem_len"] for row in rows], [row["bits_per_token"] for row in rows], marker="o")
+        lengths = [str(row["mem_len"]) for row in rows]
+        by_memory.plot(lengths, [row["bits_per_token"] for row in rows], marker="o")
         trained = results["training"].get("mem_len") or hf_txl.TransfoXLConfig(**results["model"]).mem_len
-        by_memory.axvline(trained, linestyle="--", color="grey", label="memory of the training")
-        by_memory.set_xscale("symlog", base=2, linthresh=1)
         by_memory.set(xlabel="memory in evaluation", ylabel="bits per token, validation")
-        by_memory.legend()
+        by_memory.set_title(f"trained with {trained}", loc="left", fontsize=10)
     figure.savefig(path, dpi=120)
 
 
