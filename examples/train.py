@@ -16,9 +16,11 @@ The output folder gets the model with its tokenizer, `results.json` (learning cu
 and `curves.png`, a plot of them, where matplotlib is installed.
 """
 
+import difflib
 import json
 import math
 import platform
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,12 +77,14 @@ def read_arguments() -> tuple[DataArguments, TransfoXLTrainingArguments, dict[st
     parser.set_defaults(**recipe.get("training", {}), **{key: recipe[key] for key in known & recipe.keys()})
     data, args = parser.parse_args_into_dataclasses()
     if data.batch_size is not None:
-        if data.batch_size % args.world_size:
+        if data.batch_size < 1 or data.batch_size % args.world_size:
             raise SystemExit(
-                f"--batch_size must be a multiple of the number of processes ({args.world_size}), but is "
+                f"--batch_size must be a positive multiple of the number of processes ({args.world_size}), but is "
                 f"{data.batch_size}."
             )
         args.per_device_train_batch_size = data.batch_size // args.world_size
+    if sum(word == "--set" or word.startswith("--set=") for word in sys.argv) > 1:
+        raise SystemExit("--set must be given once, with all settings behind it.")
     settings = dict(recipe.get("model", {}))
     for pair in data.set:
         key, found, value = pair.partition("=")
@@ -90,7 +94,26 @@ def read_arguments() -> tuple[DataArguments, TransfoXLTrainingArguments, dict[st
             settings[key] = json.loads(value)
         except ValueError:
             settings[key] = value
+    refuse(data, args, settings)
     return data, args, settings
+
+
+def refuse(data: DataArguments, args: TransfoXLTrainingArguments, settings: dict[str, Any]) -> None:
+    """What cannot work, before anything is read or written."""
+    known = hf_txl.TransfoXLConfig().to_dict()
+    if unknown := sorted(settings.keys() - known.keys()):
+        near = [match for name in unknown for match in difflib.get_close_matches(name, known, n=1)]
+        raise SystemExit(f"--set must name settings of `TransfoXLConfig`, but names {unknown}; near: {near}.")
+    for option, paths in (("train_file", data.train_file), ("validation_file", [data.validation_file])):
+        if missing := [path for path in paths if path is not None and not Path(path).is_file()]:
+            raise SystemExit(f"--{option} must name text files, but these are none: {missing}.")
+    if any(mem_len < 0 for mem_len in data.mem_lens):
+        raise SystemExit(f"--mem_lens must be lengths of 0 or more, but are {data.mem_lens}.")
+    found = last_checkpoint(args.output_dir)
+    if data.resume and found is None:
+        raise SystemExit(f"--resume goes on from a checkpoint, but {args.output_dir} holds no whole one.")
+    if not data.resume and found is not None:
+        raise SystemExit(f"--output_dir holds an earlier run ({found}); go on with --resume, or name another folder.")
 
 
 def find_tokenizer(data: DataArguments, args: TransfoXLTrainingArguments) -> Any:
@@ -100,10 +123,17 @@ def find_tokenizer(data: DataArguments, args: TransfoXLTrainingArguments) -> Any
         source = data.model if data.tokenizer in (None, *MODES) else data.tokenizer
         if source is None:
             raise SystemExit(f"--tokenizer must be a folder or one of {', '.join(MODES)}, but is not given.")
-        return AutoTokenizer.from_pretrained(source)
+        try:
+            return AutoTokenizer.from_pretrained(source)
+        except (OSError, ValueError) as error:
+            raise SystemExit(
+                f"--tokenizer must be a folder with a tokenizer, its name on the Hub, or one of {', '.join(MODES)}, "
+                f"but {source!r} could not be loaded: {error}"
+            ) from error
     folder = Path(args.output_dir) / "tokenizer"
     with args.main_process_first(desc="counting symbols"):
-        if not (folder / "tokenizer.json").is_file():
+        # what a run left that never made a checkpoint may be another text's
+        if args.local_process_index == 0 and not data.resume:
             paths = [Path(path) for path in data.train_file]
             symbols = build_vocabulary(paths, data.tokenizer, max_size=data.max_size, special=MODES[data.tokenizer])
             hf_txl.TransfoXLTokenizer.from_vocabulary(symbols, data.tokenizer).save_pretrained(folder)
@@ -189,8 +219,6 @@ def plot_results(results: dict[str, Any], path: Path) -> None:
 def main() -> None:
     """Tokenise, train, evaluate, save."""
     data, args, settings = read_arguments()
-    if not data.resume and (found := last_checkpoint(args.output_dir)) is not None:
-        raise SystemExit(f"--output_dir holds an earlier run ({found}); go on with --resume, or name another folder.")
     tokenizer = find_tokenizer(data, args)
 
     def tokens(path: list[str] | str, streaming: bool = False) -> Any:

@@ -5,6 +5,7 @@ read where it lies: a corpus may be larger than memory. It is apart from `data`,
 neither knows tokenizers nor needs `datasets`.
 """
 
+import glob
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 COLUMN = "input_ids"
+# ids of a text that are checked at a time: 32 MB
+CHECKED_TOGETHER = 2**22
 
 
 def tokenize_corpus(
@@ -57,7 +60,11 @@ def tokenize_corpus(
     from datasets import Features, IterableDataset, List, Value, load_dataset
     from datasets.exceptions import DatasetGenerationError
 
+    if not callable(tokenizer):
+        raise ValueError(f"`tokenizer` must be a tokenizer, but is {tokenizer!r}.")
     if not hasattr(source, "column_names"):
+        if source is None:
+            raise ValueError("`source` must be text files or a data set, but is None.")
         paths = [source] if isinstance(source, str | os.PathLike) else list(source)
         missing = [str(path) for path in paths if not Path(path).is_file()]
         if missing or not paths:
@@ -70,7 +77,8 @@ def tokenize_corpus(
         try:
             source = load_dataset(
                 "text",
-                data_files=[str(path) for path in paths],
+                # a name, not a pattern
+                data_files=[glob.escape(str(path)) for path in paths],
                 split="train",
                 keep_linebreaks=True,
                 # without the mark that some editors put before it
@@ -88,6 +96,9 @@ def tokenize_corpus(
         raise ValueError(f"`text_column` must be a column of the data set ({columns}), but is {text_column!r}.")
 
     def encode(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        if not all(isinstance(text, str) for text in rows[text_column]):
+            kinds = sorted({type(text).__name__ for text in rows[text_column]})
+            raise ValueError(f"`text_column` {text_column!r} must hold texts in every row, but has {kinds}.")
         lines = encode_lines(tokenizer, rows[text_column], line_start=line_start, line_end=line_end)
         return {COLUMN: list(lines)}
 
@@ -109,20 +120,23 @@ class ColumnTokens:
     Args:
         dataset (`datasets.Dataset`): Has the column.
         column (`str`, defaults to `"input_ids"`): Lists of integers.
+        name (`str`, defaults to `"dataset"`): What messages call it.
     """
 
-    def __init__(self, dataset: "Dataset", column: str = COLUMN):
+    def __init__(self, dataset: "Dataset", column: str = COLUMN, name: str = "dataset"):
         import pyarrow
 
         if column not in dataset.column_names:
-            raise ValueError(f"`dataset` must have a column {column!r}, but has {dataset.column_names}.")
+            raise ValueError(f"`{name}` must have a column {column!r}, but has {dataset.column_names}.")
         if dataset._indices is not None:
             # a selection or another order, which the file does not have
             dataset = dataset.flatten_indices()
         self._chunks = dataset.data.column(column).chunks
         kind = dataset.data.column(column).type
         if not hasattr(kind, "value_type") or not pyarrow.types.is_integer(kind.value_type):
-            raise ValueError(f"`dataset` must have lists of integers in {column!r}, but it has {kind}.")
+            raise ValueError(f"`{name}` must have lists of integers in {column!r}, but it has {kind}.")
+        if any(chunk.null_count or chunk.flatten().null_count for chunk in self._chunks):
+            raise ValueError(f"`{name}` must have an integer in every place of {column!r}, but it has nulls.")
         # (flattening copies nothing)
         lengths = [len(chunk.flatten()) for chunk in self._chunks]
         # where each chunk begins in the whole sequence, and its end
@@ -151,28 +165,35 @@ class ColumnTokens:
 Tokens: TypeAlias = "torch.Tensor | np.ndarray | ColumnTokens"
 
 
-def as_tokens(token_ids: Any) -> Tokens:
+def as_tokens(token_ids: Any, name: str = "token_ids") -> Tokens:
     """A text as something with a length and slices; nothing is copied that need not be.
 
     Args:
         token_ids (`torch.Tensor` or array of shape `(num_tokens,)`, sequence of `int`, or `datasets.Dataset`):
             The text. An array may be mapped from a file (`np.memmap`), and of any integer type.
+        name (`str`, defaults to `"token_ids"`): What messages call it.
     """
     if isinstance(token_ids, ColumnTokens):
         return token_ids
     if hasattr(token_ids, "column_names") and hasattr(token_ids, "data"):
-        return ColumnTokens(token_ids)
+        return ColumnTokens(token_ids, name=name)
     if isinstance(token_ids, np.ndarray):
         shape, is_integer = token_ids.shape, np.issubdtype(token_ids.dtype, np.integer)
         tokens: Any = token_ids
     else:
-        tokens = torch.as_tensor(token_ids)
+        try:
+            tokens = torch.as_tensor(token_ids)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"`{name}` must be a list, a tensor or an array of token ids, or a data set with a column {COLUMN!r}, "
+                f"but is a {type(token_ids).__name__} of something else: {error}."
+            ) from error
         shape = tuple(tokens.shape)
         is_integer = not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
     if len(shape) != 1:
-        raise ValueError(f"`token_ids` must have one dimension, time, but has shape {list(shape)}.")
+        raise ValueError(f"`{name}` must have one dimension, time, but has shape {list(shape)}.")
     if shape[0] and not is_integer:
-        raise ValueError(f"`token_ids` must hold integers, but has dtype {tokens.dtype}.")
+        raise ValueError(f"`{name}` must hold integers, but has dtype {tokens.dtype}.")
     return tokens
 
 
@@ -184,4 +205,23 @@ def read_tokens(tokens: Tokens, start: int = 0, stop: int | None = None) -> torc
     return torch.from_numpy(np.array(part, dtype=np.int64))
 
 
-__all__ = ["ColumnTokens", "as_tokens", "read_tokens", "tokenize_corpus"]
+def check_token_ids(name: str, tokens: Tokens, vocab_size: int) -> None:
+    """Refuse a text with ids that a model does not have; it is read once.
+
+    Args:
+        name (`str`): What the message calls it.
+        tokens: The text, as [`as_tokens`] gives it.
+        vocab_size (`int`): Of the model.
+    """
+    for start in range(0, len(tokens), CHECKED_TOGETHER):
+        part = read_tokens(tokens, start, start + CHECKED_TOGETHER)
+        wrong = ((part < 0) | (part >= vocab_size)).nonzero()
+        if len(wrong):
+            position = int(wrong[0])
+            raise ValueError(
+                f"`{name}` must hold ids between 0 and {vocab_size - 1} (`vocab_size` {vocab_size}), but has "
+                f"{int(part[position])} at position {start + position}. Is it from another tokenizer?"
+            )
+
+
+__all__ = ["ColumnTokens", "as_tokens", "check_token_ids", "read_tokens", "tokenize_corpus"]

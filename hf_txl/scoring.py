@@ -22,6 +22,7 @@ import torch
 from tqdm.auto import tqdm
 
 from .cache_transfo_xl import TransfoXLMemory
+from .corpus import check_token_ids
 from .data import IGNORED, check_sizes, num_unscored
 from .modeling_transfo_xl import TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLPreTrainedModel
 
@@ -81,13 +82,7 @@ def _token_list(name: str, token_ids: Any, vocab_size: int) -> torch.Tensor:
             f"`{name}` must be a list of token ids, but has shape {list(ids.shape)} and dtype {ids.dtype}."
         )
     ids = ids.long()
-    wrong = ((ids < 0) | (ids >= vocab_size)).nonzero()
-    if len(wrong):
-        position = int(wrong[0])
-        raise ValueError(
-            f"`{name}` must hold ids between 0 and {vocab_size - 1} (`vocab_size` {vocab_size}), but has "
-            f"{ids[position].item()} at position {position}. Is it from another tokenizer?"
-        )
+    check_token_ids(name, ids, vocab_size)
     return ids
 
 

@@ -22,8 +22,9 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SchedulerType
 
 from .cache_transfo_xl import TransfoXLMemory
-from .corpus import COLUMN, as_tokens, read_tokens
-from .data import DocumentStreams, TokenStreams
+from .corpus import COLUMN, as_tokens, check_token_ids, read_tokens
+from .data import DocumentStreams, TokenStreams, check_sizes
+from .modeling_transfo_xl import TransfoXLForCausalLM
 from .scoring import StreamScore, evaluate_stream, score_sequences
 
 LAYOUTS = ("stream", "documents", "sentences")
@@ -63,6 +64,8 @@ class TransfoXLTrainingArguments(TrainingArguments):
     ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "Whether DDP looks for them."})
     # it would drop the targets
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must be False."})
+    # a loss that is no number is to be seen
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Log 0 for losses that are no numbers."})
     segment_length: int = field(default=150, metadata={"help": "Tokens of a stream in one forward call."})
     mem_len: int | None = field(default=None, metadata={"help": "Positions of memory in training."})
     clamp_len: int | None = field(default=None, metadata={"help": "Largest distance in training; below 1: none."})
@@ -83,7 +86,27 @@ class TransfoXLTrainingArguments(TrainingArguments):
             )
         if self.remove_unused_columns:
             raise ValueError("`remove_unused_columns` must be False, or the targets of the segments are dropped.")
+        check_sizes(
+            segment_length=self.segment_length,
+            per_device_train_batch_size=self.per_device_train_batch_size,
+            per_device_eval_batch_size=self.per_device_eval_batch_size,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+        )
+        if self.eval_segment_length is not None:
+            check_sizes(eval_segment_length=self.eval_segment_length)
+        for name in ("mem_len", "eval_mem_len"):
+            length = getattr(self, name)
+            if length is not None and (not isinstance(length, int) or length < 0):
+                raise ValueError(f"`{name}` must be an int of 0 or more, but is {length!r}.")
+        if self.label_smoothing_factor:
+            raise ValueError(
+                "`label_smoothing_factor` must be 0: the loss is that of the adaptive softmax, but it is "
+                f"{self.label_smoothing_factor}."
+            )
         super().__post_init__()
+        # pinned memory serves copies to an accelerator
+        if self.device.type == "cpu":
+            self.dataloader_pin_memory = False
 
     def memory_settings(self) -> dict[str, Any]:
         """Lengths of the memory in training, `None` where they are the model's."""
@@ -146,6 +169,10 @@ class TransfoXLTrainer(Trainer):
             raise ValueError(
                 "`compute_metrics` must be None: an evaluation of a stream computes losses and keeps no logits."
             )
+        if model is not None or settings.get("model_init") is None:
+            base = model.get_base_model() if hasattr(model, "get_base_model") else model
+            if not isinstance(getattr(base, "_orig_mod", base), TransfoXLForCausalLM):
+                raise ValueError(f"`model` must be a `TransfoXLForCausalLM`, but is a {type(model).__name__}.")
         # rows are of equal length; the library's choice for a tokenizer would pad them
         super().__init__(model=model, args=args, **{"data_collator": default_data_collator, **settings})
         self.streams: TokenStreams | DocumentStreams | None = None
@@ -261,8 +288,7 @@ class TransfoXLTrainer(Trainer):
         text. With `layout="documents"` each row of the data set is a stream of its own.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if dataset is None:
-            raise ValueError("`eval_dataset` must be a text to evaluate, but is None.")
+        self._check_evaluation(dataset)
         if isinstance(dataset, dict):
             metrics: dict[str, float] = {}
             for name, text in dataset.items():
@@ -274,7 +300,9 @@ class TransfoXLTrainer(Trainer):
             self.model.to(dtype=dtype, device=self.args.device)
         model = self.accelerator.unwrap_model(self.model)
         score = self._score_documents if self.args.layout == "documents" else self._score_stream
-        sums = torch.tensor(score(model, dataset), dtype=torch.float64, device=self.args.device)
+        # the model is wrapped for mixed precision when a training begins, not before
+        with self.accelerator.autocast():
+            sums = torch.tensor(score(model, dataset), dtype=torch.float64, device=self.args.device)
         total, predictions = self.accelerator.reduce(sums, "sum").tolist()
         loss = total / predictions
         seconds = time.time() - started
@@ -285,18 +313,48 @@ class TransfoXLTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def _check_evaluation(self, dataset: Any) -> None:
+        """Refuse what cannot be evaluated; a training does so before its first step."""
+        args = self.args
+        if dataset is None or (isinstance(dataset, dict) and not dataset):
+            raise ValueError(f"`eval_dataset` must be a text to evaluate, but is {dataset!r}.")
+        if isinstance(dataset, dict):
+            for text in dataset.values():
+                self._check_evaluation(text)
+            return
+        if isinstance(dataset, TokenStreams | DocumentStreams) or _is_endless(dataset):
+            raise ValueError(
+                "`eval_dataset` must be token ids or a data set of known length, which is laid out for each "
+                f"evaluation, but is a {type(dataset).__name__}."
+            )
+        _check_text("eval_dataset", dataset, args.layout, self.model.config.vocab_size)
+        if args.layout == "documents":
+            if not any(len(text) > 1 for text in _texts(dataset)):
+                raise ValueError("`eval_dataset` must hold a text with a target, of at least 2 tokens, but has none.")
+            return
+        num_rows = args.per_device_eval_batch_size * args.world_size
+        if (length := len(as_tokens(dataset))) < 2 * num_rows:
+            raise ValueError(
+                f"`eval_dataset` must hold at least 2 tokens for each of {num_rows} rows "
+                f"({args.per_device_eval_batch_size} `per_device_eval_batch_size` x {args.world_size} processes), but "
+                f"has {length}."
+            )
+
+    def predict(self, *args: Any, **settings: Any) -> Any:
+        """There are no predictions of a stream to gather.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "`predict` would keep (tokens x vocabulary) scores; use `evaluate`, or `hf_txl.scoring` for single tokens."
+        )
+
     def _score_stream(self, model: Any, dataset: Any) -> tuple[float, int]:
         """Sum of losses and number of predictions of this process's rows."""
         args = self.args
         tokens = as_tokens(dataset)
-        num_rows = args.per_device_eval_batch_size * args.world_size
-        row_length = len(tokens) // num_rows
-        if row_length < 2:
-            raise ValueError(
-                f"`eval_dataset` must hold at least 2 tokens for each of {num_rows} rows "
-                f"({args.per_device_eval_batch_size} `per_device_eval_batch_size` x {args.world_size} processes), but "
-                f"has {len(tokens)}."
-            )
+        row_length = len(tokens) // (args.per_device_eval_batch_size * args.world_size)
         share = row_length * args.per_device_eval_batch_size
         result = evaluate_stream(
             model,
@@ -309,8 +367,7 @@ class TransfoXLTrainer(Trainer):
 
     def _score_documents(self, model: Any, dataset: Any) -> tuple[float, int]:
         args = self.args
-        rows = list(dataset)
-        texts = [row[COLUMN] if isinstance(row, dict) else row for row in rows[args.process_index :: args.world_size]]
+        texts = _texts(dataset)[args.process_index :: args.world_size]
         scores = score_sequences(model, texts, batch_size=args.per_device_eval_batch_size, **args.eval_settings())
         return -scores.sum().item(), sum(max(0, len(text) - 1) for text in texts)
 
@@ -334,6 +391,10 @@ class TransfoXLTrainer(Trainer):
             if self.args.ignore_data_skip:
                 raise ValueError("`ignore_data_skip` must be False: a memory goes on where the text was left.")
             self._check_resumable(Path(resume_from_checkpoint))
+        if self.train_dataset is not None:
+            _check_text("train_dataset", self.train_dataset, self.args.layout, self.model.config.vocab_size)
+        if self.eval_dataset is not None:
+            self._check_evaluation(self.eval_dataset)
         return super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
 
     def _run_epoch(self, *args: Any, **settings: Any) -> None:
@@ -406,6 +467,30 @@ def _in_sequence(items: Any) -> SequentialSampler:
 
 def _is_endless(dataset: Any) -> bool:
     return not hasattr(dataset, "__len__")
+
+
+def _texts(dataset: Any) -> list[Any]:
+    """Rows of a data set, or a list, as lists of ids."""
+    return [row[COLUMN] if isinstance(row, dict) else row for row in dataset]
+
+
+def _check_text(name: str, dataset: Any, layout: str, vocab_size: int) -> None:
+    """Refuse what holds no ids of the model; the rows of a streamed data set are checked where they are read."""
+    if isinstance(dataset, TokenStreams):
+        check_token_ids(name, dataset.tokens, vocab_size)
+        return
+    if isinstance(dataset, DocumentStreams):
+        dataset, layout = dataset.documents, "documents"
+    columns = getattr(dataset, "column_names", None)
+    if columns is not None and COLUMN not in columns:
+        raise ValueError(f"`{name}` must have a column {COLUMN!r}, but has {columns}.")
+    if _is_endless(dataset):
+        return
+    if columns is not None or layout == "stream":
+        check_token_ids(name, as_tokens(dataset, name), vocab_size)
+        return
+    for index, row in enumerate(_texts(dataset)):
+        check_token_ids(f"{name}[{index}]", as_tokens(row, f"{name}[{index}]"), vocab_size)
 
 
 def _derived(loss: float) -> dict[str, float]:

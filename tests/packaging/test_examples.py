@@ -510,6 +510,38 @@ def test_a_used_output_folder_is_refused_unless_the_run_goes_on(
         load_example("train").main()
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--set", "n_layr=3"], r"--set must name settings .* names \['n_layr'\]; near: \['n_layer'\]"),
+        (["--set", "n_layer=3", "--set", "d_model=8"], "--set must be given once"),
+        (["--train_file", "none.txt"], r"--train_file must name text files, .* \['none.txt'\]"),
+        (["--validation_file", "."], r"--validation_file must name text files, .* \['.'\]"),
+        (["--mem_lens", "-1"], r"--mem_lens must be lengths of 0 or more, but are \[-1\]"),
+        (["--batch_size", "0"], r"--batch_size must be a positive multiple .* is 0"),
+        (["--resume"], "--resume goes on from a checkpoint, but .* holds no whole one"),
+        (["--tokenizer", "./words"], "--tokenizer must be a folder .* but './words' could not be loaded"),
+    ],
+    ids=lambda value: None,
+)
+def test_options_that_cannot_work_are_refused_before_anything_is_written(
+    changes: list[str], message: str, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["--train_file", str(words / "train.txt"), "--output_dir", str(tmp_path / "out"), "--use_cpu"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *given, "--tokenizer", "pretokenized", *changes])
+    with pytest.raises(SystemExit, match=message):
+        load_example("train").main()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_of_a_run_that_never_trained_is_made_anew(words: Path, tmp_path: Path) -> None:
+    train = load_example("train")
+    args = train.TransfoXLTrainingArguments(str(tmp_path / "out"), use_cpu=True)
+    for name, mode in (("valid.txt", "characters"), ("train.txt", "pretokenized")):
+        data = train.DataArguments(train_file=[str(words / name)], tokenizer=mode)
+        assert train.find_tokenizer(data, args).init_kwargs["mode"] == mode
+
+
 def test_a_model_that_goes_on_training_keeps_its_tokenizer(
     words: Path, trained_twice: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

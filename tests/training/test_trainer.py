@@ -271,6 +271,16 @@ def test_evaluated_documents_know_nothing_of_each_other(tmp_path: Path) -> None:
     assert metrics["eval_loss"] == pytest.approx(expected.mean().item(), abs=1e-6)
 
 
+def test_an_evaluation_has_the_precision_of_the_training_before_it_too(tmp_path: Path) -> None:
+    args = arguments(tmp_path, bf16=True, learning_rate=0.0, max_steps=1)
+    trainer = TransfoXLTrainer(tiny_model(), args, train_dataset=TEXT, eval_dataset=TEXT)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] == before
+    single = TransfoXLTrainer(tiny_model(), arguments(tmp_path), eval_dataset=TEXT).evaluate()["eval_loss"]
+    assert before != single and before == pytest.approx(single, rel=1e-2)
+
+
 def test_several_texts_are_evaluated_by_name(tmp_path: Path) -> None:
     texts = {"near": TEXT[:60], "far": TEXT[60:]}
     trainer = TransfoXLTrainer(tiny_model(), arguments(tmp_path), eval_dataset=texts)
@@ -311,6 +321,11 @@ def test_logs_hold_perplexity_and_bits(tmp_path: Path) -> None:
 
 
 # ---- the recipe
+
+
+def test_a_loss_that_is_no_number_is_logged_as_such(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, max_steps=3, learning_rate=1e30, max_grad_norm=1e30)
+    assert not math.isfinite([entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1])
 
 
 def test_the_defaults_are_the_papers(tmp_path: Path) -> None:
@@ -439,6 +454,14 @@ def test_a_memory_file_holds_all_of_a_memory(rows: list[int] | None, tmp_path: P
         ({"layout": "rows"}, "`layout` must be one of .* but is 'rows'"),
         ({"layout": "documents", "varlen": True}, "`varlen` must be False with `layout='documents'`"),
         ({"remove_unused_columns": True}, "`remove_unused_columns` must be False"),
+        ({"segment_length": 0}, "`segment_length` must be an int of at least 1, but is 0"),
+        ({"eval_segment_length": 0}, "`eval_segment_length` must be an int of at least 1, but is 0"),
+        ({"per_device_train_batch_size": 0}, "`per_device_train_batch_size` must be .* at least 1, but is 0"),
+        ({"per_device_eval_batch_size": 0}, "`per_device_eval_batch_size` must be .* at least 1, but is 0"),
+        ({"gradient_accumulation_steps": 0}, "`gradient_accumulation_steps` must be .* at least 1, but is 0"),
+        ({"mem_len": -1}, "`mem_len` must be an int of 0 or more, but is -1"),
+        ({"eval_mem_len": -1}, "`eval_mem_len` must be an int of 0 or more, but is -1"),
+        ({"label_smoothing_factor": 0.1}, "`label_smoothing_factor` must be 0: .* is 0.1"),
     ],
 )
 def test_impossible_arguments_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -457,6 +480,19 @@ def test_impossible_arguments_are_refused(changes: dict[str, Any], message: str,
         (TEXT, {"accelerator_config": {"split_batches": True}}, "`split_batches` must be False"),
         (RESUMED["an iterable data set"][0], {"varlen": True}, "`varlen` must be False for an `IterableDataset`"),
         ([[1], [2]], {"layout": "documents"}, "`documents` must hold a text with a target"),
+        (
+            torch.tensor([1, 2, 99] * 9),
+            {},
+            "`train_dataset` must hold ids .* has 99 at position 2.* another tokenizer",
+        ),
+        (torch.tensor([1, -100] * 9), {}, "`train_dataset` must hold ids between 0 and 40 .* has -100 at position 1"),
+        (TokenStreams([1, 99] * 9, 3, 7), {}, "`train_dataset` must hold ids .* has 99 at position 1"),
+        ([[1, 2], [3, 99]], {"layout": "documents"}, r"`train_dataset\[1\]` must hold ids .* has 99 at position 1"),
+        ([1, 2, 3], {"layout": "documents"}, r"`train_dataset\[0\]` must have one dimension"),
+        ("a text", {}, "`train_dataset` must be a list, a tensor or an array of token ids.* but is a str"),
+        ([[1, 2], [3]], {}, "`train_dataset` must be a list, a tensor .* but is a list of something else"),
+        (datasets.Dataset.from_dict({"ids": [[1, 2]]}), {}, "`train_dataset` must have a column 'input_ids'"),
+        (datasets.Dataset.from_dict({"input_ids": [[1, None]]}), {}, "`train_dataset` must have an integer .* nulls"),
     ],
     ids=lambda value: None,
 )
@@ -515,6 +551,52 @@ def test_processes_that_do_not_see_each_other_are_refused(tmp_path: Path, monkey
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes were started, but each sees only itself.*`use_cpu=True`"):
         TransfoXLTrainer(tiny_model(), args, train_dataset=TEXT)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "changes", "message"),
+    [
+        ({}, {}, "`eval_dataset` must be a text to evaluate, but is {}"),
+        ([], {}, "`eval_dataset` must hold at least 2 tokens for each of 2 rows .* has 0"),
+        (TEXT[:3], {}, "`eval_dataset` must hold at least 2 tokens for each of 2 rows .* has 3"),
+        ({"one": TEXT, "two": TEXT[:3]}, {}, "`eval_dataset` must hold at least 2 tokens"),
+        (torch.tensor([1, 99, 2, 3]), {}, "`eval_dataset` must hold ids between 0 and 40 .* has 99 at position 1"),
+        (torch.rand(9), {}, "`eval_dataset` must hold integers"),
+        (TokenStreams(TEXT, 2, 7), {}, "`eval_dataset` must be token ids or a data set .* but is a TokenStreams"),
+        (RESUMED["an iterable data set"][0], {}, "`eval_dataset` must be .* of known length.* is a IterableDataset"),
+        (datasets.Dataset.from_dict({"ids": [[1, 2]]}), {}, "`eval_dataset` must have a column 'input_ids'"),
+        ([[1], [2]], {"layout": "documents"}, "`eval_dataset` must hold a text with a target"),
+        ([[1, 2], [99, 2]], {"layout": "documents"}, r"`eval_dataset\[1\]` must hold ids"),
+    ],
+    ids=lambda value: None,
+)
+def test_what_cannot_be_evaluated_is_refused_before_the_first_step(
+    dataset: Any, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    text = DOCUMENTS if changes else TEXT
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=3, **changes)
+    trainer = TransfoXLTrainer(tiny_model(), args, train_dataset=text, eval_dataset=dataset)
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("kind", ["a name", "without a head", "another model"])
+def test_what_cannot_be_trained_with_a_memory_is_refused(kind: str, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = {
+        "a name": "my_model",
+        "without a head": tiny_model().transformer,
+        "another model": GPT2LMHeadModel(GPT2Config(vocab_size=7, n_embd=8, n_layer=1, n_head=1)),
+    }[kind]
+    with pytest.raises(ValueError, match=f"`model` must be a `TransfoXLForCausalLM`, but is a {type(model).__name__}"):
+        TransfoXLTrainer(model, arguments(tmp_path), train_dataset=TEXT)
+
+
+def test_there_are_no_predictions(tmp_path: Path) -> None:
+    with pytest.raises(NotImplementedError, match="`predict` would keep .* use `evaluate`"):
+        TransfoXLTrainer(tiny_model(), arguments(tmp_path)).predict(TEXT)
 
 
 def test_texts_that_cannot_be_evaluated_are_refused(tmp_path: Path) -> None:

@@ -91,6 +91,16 @@ def test_a_byte_order_mark_is_no_part_of_a_text(text_file: Path, tmp_path: Path)
         assert build_vocabulary([marked], mode) == build_vocabulary([text_file], mode)
 
 
+@pytest.mark.parametrize("name", ["train[1].txt", "t*.txt", "t?ain1.txt"])
+def test_a_file_name_is_no_pattern(name: str, tmp_path: Path) -> None:
+    (tmp_path / "train1.txt").write_text("wrong\n", encoding="utf-8")
+    (tmp_path / name).write_text("right right\n", encoding="utf-8")
+    tokenizer = TransfoXLTokenizer.from_vocabulary(["<unk>", "right", "wrong"], "pretokenized")
+    for streaming in (False, True):
+        corpus = tokenize_corpus(tmp_path / name, tokenizer, streaming=streaming, line_end=None)
+        assert [row["input_ids"] for row in corpus] == [[1, 1]]
+
+
 def test_line_tokens_can_be_chosen(text_file: Path) -> None:
     tokenizer = tokenizer_of("pretokenized")
     plain = tokenize_corpus(text_file, tokenizer, line_end=None)
@@ -153,6 +163,26 @@ def test_a_column_reads_like_one_list(view: str, rows_per_chunk: int, tmp_path: 
             assert tokens[start:stop].tolist() == expected[start:stop]
     assert tokens[:].dtype == np.int64
     assert tokens[-3:].tolist() == expected[-3:]
+
+
+def test_texts_and_tokenizers_that_are_none_are_refused() -> None:
+    tokenizer = TransfoXLTokenizer.from_vocabulary(["<unk>", "a"], "characters")
+    rows = datasets.Dataset.from_dict({"text": ["a", None]})
+    with pytest.raises(ValueError, match="`text_column` 'text' must hold texts in every row, but has .*NoneType"):
+        tokenize_corpus(rows, tokenizer)
+    with pytest.raises(ValueError, match="`source` must be text files or a data set, but is None"):
+        tokenize_corpus(None, tokenizer)
+    with pytest.raises(ValueError, match="`tokenizer` must be a tokenizer, but is None"):
+        tokenize_corpus(rows, None)
+
+
+@pytest.mark.parametrize("rows", [[[1, None]], [[1], None]])
+def test_a_column_with_nulls_is_refused(rows: list[Any]) -> None:
+    dataset = datasets.Dataset.from_dict({"input_ids": rows})
+    with pytest.raises(
+        ValueError, match="`text` must have an integer in every place of 'input_ids', but it has nulls"
+    ):
+        ColumnTokens(dataset, name="text")
 
 
 def test_a_column_of_anything_but_lists_of_integers_is_refused() -> None:
