@@ -67,3 +67,40 @@ def test_eight_rows_at_once_were_more_than_twice_as_fast_as_one() -> None:
     report = read("benchmarks/batching.json")
     assert report["generation"]["ratio"] >= 2
     assert report["rescoring"]["ratio"] >= 5
+
+
+def test_the_table_by_memory_length_is_that_of_the_committed_trainings() -> None:
+    page = (ROOT / "docs/results/README.md").read_text(encoding="utf-8")
+    rows = {line.split("|")[1].strip(): line for line in page.splitlines() if line.startswith("| ")}
+    for name, row, key, digits in (
+        ("training-char", "characters: bits per character", "bits_per_token", 4),
+        ("training-word", "words: perplexity", "perplexity", 2),
+    ):
+        results = read(f"docs/results/{name}.json")
+        lengths = [cell.strip() for cell in rows["memory in evaluation"].split("|")[2:-1]]
+        cells = [cell.strip(" *") for cell in rows[row].split("|")[2:-1]]
+        shown = {int(length): cell for length, cell in zip(lengths, cells, strict=True) if cell}
+        assert shown == {entry["mem_len"]: f"{entry[key]:.{digits}f}" for entry in results["by_memory"]}
+        # the page's claim: up to the length of the training, every longer memory is better
+        losses = [entry["loss"] for entry in results["by_memory"] if entry["mem_len"] <= results["model"]["mem_len"]]
+        assert len(losses) > 3 and losses == sorted(losses, reverse=True)
+
+
+def test_the_same_training_in_transformers_4_35_reaches_the_same_loss() -> None:
+    """C104"""
+    results = read("docs/results/training-parity.json")
+    page = (ROOT / "docs/results/README.md").read_text(encoding="utf-8")
+    ours, legacy = (results["losses"][name] for name in ("ours", "legacy"))
+    assert len(ours) == len(legacy) == results["steps"] == results["training"]["max_steps"]
+    means = [sum(losses[-100:]) / 100 for losses in (ours, legacy)]
+    assert abs(means[0] - means[1]) / means[1] < 0.01
+    assert all(f"{mean:.4f}" in page for mean in means)
+    assert all(f"{value:.2f}" in page for value in results["validation_perplexity"].values())
+
+
+def test_the_figures_of_a_training_step_are_those_of_the_committed_measurement() -> None:
+    results = read("docs/results/training.json")
+    faster = f"{results['speed']['ours, float32']['step, times legacy, float32']:.2f} times as fast"
+    smaller = f"{results['memory']['ours']['step, times legacy']:.2f} of the"
+    page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert faster in page and smaller in page
