@@ -130,6 +130,13 @@ class TokenStreams(IterableDataset):
         self._epoch = torch.zeros((), dtype=torch.long).share_memory_()
         self._ordered: tuple[int, np.ndarray] = 0, self._starts
 
+    def settings(self) -> dict[str, Any]:
+        """What decides which streams a text becomes, as JSON can hold it."""
+        return {
+            **{"streams": type(self).__name__, "segment_length": self.segment_length, "loss": self.loss},
+            **{"varlen": self._varlen, "seed": self.seed, "segments": self.num_segments},
+        }
+
     def __len__(self) -> int:
         """Number of items: segments times rows."""
         return self.num_segments * self.batch_size
@@ -279,6 +286,13 @@ class DocumentStreams(IterableDataset):
     def set_epoch(self, epoch: int) -> None:
         """Which pass over the texts comes next; the order depends on it if the texts are shuffled."""
         self._epoch.fill_(epoch)
+
+    def settings(self) -> dict[str, Any]:
+        """What decides which streams texts become, as JSON can hold it."""
+        return {
+            **{"streams": type(self).__name__, "segment_length": self.segment_length, "separate": self.separate},
+            **{"shuffle": self.shuffle, "seed": self.seed},
+        }
 
     def _texts(self, epoch: int) -> Iterator[torch.Tensor]:
         """The texts of an epoch that have a target."""

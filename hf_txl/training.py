@@ -10,15 +10,17 @@ import copy
 import json
 import os
 import time
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SchedulerType
 
 from .cache_transfo_xl import TransfoXLMemory
@@ -29,6 +31,8 @@ from .scoring import StreamScore, evaluate_stream, score_sequences
 
 LAYOUTS = ("stream", "documents", "sentences")
 TRAINER_STATE = "trainer_state.json"
+# tokens at either end of a text by which a resumed run knows it again
+TOLD_APART = 2**16
 
 
 @dataclass
@@ -410,29 +414,44 @@ class TransfoXLTrainer(Trainer):
     def _position(self, streams: TokenStreams | DocumentStreams) -> dict[str, Any]:
         """What a resumed run must have in common with this one, or its streams are others."""
         args = self.args
-        size = len(streams.tokens) if isinstance(streams, TokenStreams) else None
         return {
             "per_device_train_batch_size": self._train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "segment_length": streams.segment_length,
-            "tokens of the text": size,
-            "streams": type(streams).__name__,
-            "layout": args.layout,
-            "varlen": args.varlen,
             "dataloader_drop_last": args.dataloader_drop_last,
-            "seed": args.seed,
+            "layout": args.layout,
+            **streams.settings(),
+            "text": _text_facts(streams),
         }
 
     def _check_resumable(self, folder: Path) -> None:
         path = self._memory_file(folder)
+        if not folder.is_dir():
+            raise ValueError(f"`resume_from_checkpoint` must be a checkpoint, but {folder} is no folder.")
         if not path.is_file():
             others = sorted(other.name for other in folder.glob("memory-*.safetensors"))
+            reason = "a run goes on with as many processes as it had" if others else "no run can go on from it"
             raise ValueError(
                 f"`resume_from_checkpoint` must hold {path.name}, the memory of this process, but {folder} holds "
-                f"{others or 'no memory'}: a run goes on with as many processes as it had."
+                f"{others or 'no memory'}: {reason}."
             )
-        with safe_open(path, framework="pt") as file:
-            saved = json.loads(file.metadata()["position"])
+        # those that share the weights out have files of their own
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            random = "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{self.args.process_index}.pth"
+            missing = [name for name in (OPTIMIZER_NAME, SCHEDULER_NAME, random) if not (folder / name).is_file()]
+            if missing:
+                raise ValueError(
+                    f"`resume_from_checkpoint` must hold {missing}, without which a run would go on as another one, "
+                    f"but {folder} does not. To train its weights anew, load them by `from_pretrained`."
+                )
+        try:
+            with safe_open(path, framework="pt") as file:
+                saved = json.loads((file.metadata() or {})["position"])
+            memory = read_memory(path)
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise ValueError(
+                f"`resume_from_checkpoint` must hold the memory of a training, but {path} is damaged or holds "
+                f"something else: {type(error).__name__}: {error}."
+            ) from error
         here = self._position(self._train_streams())
         differences = {name: (saved.get(name), value) for name, value in here.items() if saved.get(name) != value}
         if differences:
@@ -441,9 +460,7 @@ class TransfoXLTrainer(Trainer):
                 f"{differences}."
             )
         # refuses other lengths
-        self.model.init_memory(self._train_batch_size, **self.args.memory_settings()).load_state_dict(
-            read_memory(path)
-        )
+        self.model.init_memory(self._train_batch_size, **self.args.memory_settings()).load_state_dict(memory)
 
     def _save_rng_state(self, output_dir: str) -> None:
         # called by every process, before the first one writes the state that makes a checkpoint whole
@@ -472,6 +489,26 @@ def _is_endless(dataset: Any) -> bool:
 def _texts(dataset: Any) -> list[Any]:
     """Rows of a data set, or a list, as lists of ids."""
     return [row[COLUMN] if isinstance(row, dict) else row for row in dataset]
+
+
+def _text_facts(streams: TokenStreams | DocumentStreams) -> dict[str, int]:
+    """What tells a text from another one without reading all of it: its length, and a checksum of both its ends.
+
+    Nothing of a streamed data set, which has no length.
+    """
+    if isinstance(streams, TokenStreams):
+        length = len(streams.tokens)
+        ends = [read_tokens(streams.tokens, 0, TOLD_APART), read_tokens(streams.tokens, max(0, length - TOLD_APART))]
+    elif _is_endless(streams.documents):
+        return {}
+    else:
+        length = len(streams.documents)
+        rows = _texts([streams.documents[0], streams.documents[length - 1]] if length else [])
+        ends = [read_tokens(as_tokens(row)) for row in rows]
+    checksum = 0
+    for ids in ends:
+        checksum = zlib.crc32(ids.numpy().tobytes(), checksum)
+    return {"length": length, "checksum": checksum}
 
 
 def _check_text(name: str, dataset: Any, layout: str, vocab_size: int) -> None:

@@ -610,12 +610,16 @@ def test_texts_that_cannot_be_evaluated_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"segment_length": 8}, r"these differ \(there, here\): {'segment_length': \(7, 8\)}"),
-        ({"per_device_train_batch_size": 2}, r"{'per_device_train_batch_size': \(3, 2\)}"),
+        ({"segment_length": 8}, r"these differ \(there, here\): {'segment_length': \(7, 8\)"),
+        ({"per_device_train_batch_size": 2}, r"{'per_device_train_batch_size': \(3, 2\)"),
         ({"gradient_accumulation_steps": 2}, r"{'gradient_accumulation_steps': \(1, 2\)}"),
         ({"mem_len": 4}, "memory of the same settings, but differs in .*mem_len"),
-        ({"dataset": TEXT[:300]}, r"{'tokens of the text': \(307, 300\)}"),
-        ({"varlen": True}, r"{'varlen': \(False, True\)}"),
+        ({"dataset": TEXT[:300]}, r"'text': \({'length': 307, .*}, {'length': 300, .*}\)"),
+        ({"dataset": TEXT.flip(0)}, r"these differ \(there, here\): {'text': \({'length': 307, .*{'length': 307, .*"),
+        ({"dataset": TokenStreams(TEXT, 3, 7, loss="half")}, r"{'loss': \('full', 'half'\)"),
+        ({"dataset": TokenStreams(TEXT, 3, 7, varlen=True)}, r"'varlen': \(False, True\)"),
+        ({"dataset": DOCUMENTS, "layout": "documents"}, r"'streams': \('TokenStreams', 'DocumentStreams'\)"),
+        ({"varlen": True}, r"'varlen': \(False, True\)"),
         ({"ignore_data_skip": True}, "`ignore_data_skip` must be False"),
     ],
     ids=lambda value: None,
@@ -627,6 +631,37 @@ def test_a_run_with_other_streams_is_not_resumed(changes: dict[str, Any], messag
     with pytest.raises(ValueError, match=message):
         trained(tmp_path, **{"model": model, "resume": True, **settings, "max_steps": 5, **changes})
     assert_same_weights(model, tiny_model(seed=2))
+
+
+def test_other_documents_are_not_gone_on_with(tmp_path: Path) -> None:
+    settings = {"layout": "documents", "save_strategy": "steps", "save_steps": 3}
+    trained(tmp_path, DOCUMENTS, max_steps=3, **settings)
+    for others in (DOCUMENTS[:-1], [row[::-1] for row in DOCUMENTS]):
+        with pytest.raises(ValueError, match=r"these differ \(there, here\): {'text'"):
+            trained(tmp_path, others, max_steps=5, resume=True, **settings)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "memory-0-of-1.safetensors"])
+def test_a_checkpoint_that_lacks_a_file_is_refused(name: str, tmp_path: Path) -> None:
+    """The library would go on with a new optimizer."""
+    trained(tmp_path, save_strategy="steps", save_steps=3, max_steps=3)
+    (tmp_path / "checkpoint-3" / name).unlink()
+    with pytest.raises(ValueError, match=f"`resume_from_checkpoint` must hold .*{name}"):
+        trained(tmp_path, max_steps=5, resume=True)
+
+
+def test_a_damaged_memory_is_refused_by_name(tmp_path: Path) -> None:
+    trained(tmp_path, save_strategy="steps", save_steps=3, max_steps=3)
+    path = tmp_path / "checkpoint-3" / "memory-0-of-1.safetensors"
+    for content in (path.read_bytes()[:-9], (tmp_path / "checkpoint-3" / "model.safetensors").read_bytes(), b""):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"must hold the memory of a training, but {path} is damaged or holds"):
+            trained(tmp_path, max_steps=5, resume=True)
+
+
+def test_a_folder_that_is_none_is_not_resumed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="`resume_from_checkpoint` must be a checkpoint, but .*none is no folder"):
+        trained(tmp_path, resume=str(tmp_path / "none"))
 
 
 def test_a_run_of_another_number_of_processes_is_not_resumed(tmp_path: Path) -> None:
