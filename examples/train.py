@@ -4,7 +4,7 @@
     python examples/train.py --train_file train.txt --validation_file valid.txt --tokenizer tokenizer \\
         --recipe examples/recipes/wt103_base.json --set n_layer=6 cutoffs=[5000,20000] --output_dir runs/small
 
-    torchrun --nproc_per_node 8 examples/train.py …     # one process per device; `accelerate launch` works too
+    torchrun --nproc_per_node 8 examples/train.py …     # one process per device; on the CPU with --use_cpu
     python examples/train.py … --resume                 # goes on from the last whole checkpoint of the output folder
     python examples/train.py … --model my_model         # goes on training a model, with its tokenizer
 
@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, HfArgumentParser
 
 import hf_txl
@@ -72,6 +73,8 @@ def read_arguments() -> tuple[DataArguments, TransfoXLTrainingArguments, dict[st
     recipe_parser = HfArgumentParser([], add_help=False)
     recipe_parser.add_argument("--recipe")
     name = recipe_parser.parse_known_args()[0].recipe
+    if name and not Path(name).is_file():
+        raise SystemExit(f"--recipe must be a JSON file, but {name!r} is none.")
     recipe = json.loads(Path(name).read_text(encoding="utf-8")) if name else {}
     known = {"tokenizer", "batch_size"}
     parser.set_defaults(**recipe.get("training", {}), **{key: recipe[key] for key in known & recipe.keys()})
@@ -104,6 +107,18 @@ def refuse(data: DataArguments, args: TransfoXLTrainingArguments, settings: dict
     if unknown := sorted(settings.keys() - known.keys()):
         near = [match for name in unknown for match in difflib.get_close_matches(name, known, n=1)]
         raise SystemExit(f"--set must name settings of `TransfoXLConfig`, but names {unknown}; near: {near}.")
+    if data.model is not None and data.set:
+        raise SystemExit(
+            "--set must not be given with --model, which keeps its configuration; --mem_len, --clamp_len and "
+            "--same_length are those of the training."
+        )
+    try:
+        # the vocabulary is counted later
+        hf_txl.TransfoXLConfig(**{"vocab_size": 10**9, **settings})
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise SystemExit(
+            f"--set must be settings of a model, values as in JSON (true, 8, [20,40]): {error}"
+        ) from error
     for option, paths in (("train_file", data.train_file), ("validation_file", [data.validation_file])):
         if missing := [path for path in paths if path is not None and not Path(path).is_file()]:
             raise SystemExit(f"--{option} must name text files, but these are none: {missing}.")

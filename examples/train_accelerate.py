@@ -1,7 +1,7 @@
 """Train a Transformer-XL with a plain loop of Accelerate: what happens in each step, on any number of processes.
 
     python examples/train_accelerate.py --output runs/plain                                  # the text in the package
-    torchrun --nproc_per_node 2 examples/train_accelerate.py my_text.txt --output runs/two   # or `accelerate launch`
+    torchrun --nproc_per_node 2 examples/train_accelerate.py my_text.txt --output runs/two
 
 One token is one character; the last tenth of the text is held out. The same command again goes on from the last
 checkpoint, whose `model` is a model folder. `examples/train.py` does the same and more with the library's `Trainer`.

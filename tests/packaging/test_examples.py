@@ -515,6 +515,9 @@ def test_a_used_output_folder_is_refused_unless_the_run_goes_on(
     [
         (["--set", "n_layr=3"], r"--set must name settings .* names \['n_layr'\]; near: \['n_layer'\]"),
         (["--set", "n_layer=3", "--set", "d_model=8"], "--set must be given once"),
+        (["--set", "same_length=False"], "--set must be settings of a model, values as in JSON .*same_length"),
+        (["--set", "n_layer=3", "--model", "folder"], "--set must not be given with --model"),
+        (["--recipe", "none.json"], "--recipe must be a JSON file, but 'none.json' is none"),
         (["--train_file", "none.txt"], r"--train_file must name text files, .* \['none.txt'\]"),
         (["--validation_file", "."], r"--validation_file must name text files, .* \['.'\]"),
         (["--mem_lens", "-1"], r"--mem_lens must be lengths of 0 or more, but are \[-1\]"),
