@@ -104,3 +104,11 @@ def test_the_figures_of_a_training_step_are_those_of_the_committed_measurement()
     smaller = f"{results['memory']['ours']['step, times legacy']:.2f} of the"
     page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert faster in page and smaller in page
+
+
+def test_a_memory_beats_a_sliding_window() -> None:
+    """C118: by ten times or more at a window of 512; rescoring is measured beside both peers."""
+    for model in read("docs/results/speed.json")["models"].values():
+        assert model["sliding_window"]["window"] == 512
+        assert model["sliding_window"]["evaluation_over_sliding_window"] >= 10
+        assert set(model["rescoring 8 x 16"]["tokens_per_second"]) == {"ours", "gpt2", "legacy"}
