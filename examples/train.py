@@ -44,6 +44,13 @@ MODES = {
 }
 
 
+# arguments of the training that its results repeat
+RECORDED = (
+    *("segment_length", "mem_len", "max_steps", "warmup_steps", "learning_rate", "max_grad_norm", "seed"),
+    *("world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "torch_compile"),
+)
+
+
 @dataclass
 class DataArguments:
     """What is trained, and on what."""
@@ -180,22 +187,7 @@ def write_results(trainer: TransfoXLTrainer, by_memory: list[dict[str, Any]]) ->
         "by_memory": by_memory,
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "model": trainer.model.config.to_diff_dict(),
-        "training": {
-            name: getattr(trainer.args, name)
-            for name in (
-                *(
-                    "segment_length",
-                    "mem_len",
-                    "max_steps",
-                    "warmup_steps",
-                    "learning_rate",
-                    "max_grad_norm",
-                    "seed",
-                    "world_size",
-                ),
-                *("per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "torch_compile"),
-            )
-        },
+        "training": {name: getattr(trainer.args, name) for name in RECORDED},
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "hf_txl": hf_txl.__version__,
