@@ -26,6 +26,7 @@ from .positions_transfo_xl import (
     spread_relative_probabilities,
 )
 from .recompute_transfo_xl import RelativeAttentionFunction
+from .sharing_transfo_xl import SharedStates
 
 # B batch   H heads   Q queries (one segment)   K keys: start slots, then stored ones, then the segment's
 # D head size   N = K + Q rows of a position table
@@ -171,6 +172,7 @@ class SegmentAttention(nn.Module):
         relative_keys: RelativeKeys,
         memory_states: torch.Tensor | None = None,
         cache: KeyValueStore | None = None,
+        shared: SharedStates | None = None,
         biases: tuple[torch.Tensor, torch.Tensor] | None = None,
         output_attentions: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -183,6 +185,7 @@ class SegmentAttention(nn.Module):
             memory_states (`torch.Tensor` of shape `(batch_size, stored_length, d_model)`, *optional*):
                 Inputs of this layer in earlier segments, without gradient.
             cache (*optional*): Keeps keys and values instead; `update` returns those of memory and segment.
+            shared ([`SharedStates`], *optional*): Keys and values in front of those, which rows have in common.
             biases (`tuple` of two tensors of shape `(n_head, d_head)`, *optional*): u and v if all layers share them.
             output_attentions (`bool`): Whether to return the probabilities.
 
@@ -195,7 +198,11 @@ class SegmentAttention(nn.Module):
             key, value = cache.update(key, value, self.layer_idx)
         key, value = self._add_start_states(key, value, layout, hidden_states)
 
-        output, probabilities = self.attend(query, key, value, layout, relative_keys, biases, output_attentions)
+        if shared is None:
+            output, probabilities = self.attend(query, key, value, layout, relative_keys, biases, output_attentions)
+        else:
+            states = (query, key, value, shared)
+            output, probabilities = self._attend_shared(*states, layout, relative_keys, biases, output_attentions)
         # (B, Q, H, D) -> (B, Q, H * D)
         output = self.drop(self.o_net(output.flatten(-2)))
         output = hidden_states + output
@@ -278,6 +285,48 @@ class SegmentAttention(nn.Module):
                 states = (query[here, :, queries], key[here, :, keys], value[here, :, keys])
                 output[here, queries], _ = self._attend_at_once(*states, block, relative_keys, biases, False)
         return output
+
+    def _attend_shared(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        shared: SharedStates,
+        layout: AttentionLayout,
+        relative_keys: RelativeKeys,
+        biases: tuple[torch.Tensor, torch.Tensor] | None,
+        output_attentions: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `attend`, with keys and values in front of the rows' own that several rows have in common."""
+        # a layer's rows of the position table serve all rows of the batch
+        relative_keys = relative_keys.for_one_layer()
+        content_bias, position_query_bias = biases if biases is not None else (None, None)
+        rows_at_once = max(1, QUERY_BLOCK // layout.query_length)
+        parts = []
+        for group in range(len(shared.keys)):
+            group_end = (group + 1) * shared.rows_each
+            for start in range(group * shared.rows_each, group_end, rows_at_once):
+                rows = slice(start, min(start + rows_at_once, group_end))
+                if layout.query_length > QUERY_BLOCK:
+                    # beside so much work it is little to put all keys of a row into one tensor
+                    row_key, row_value = shared.in_front_of(key, value, row=start)
+                    states = (query[rows], row_key, row_value)
+                    parts.append(self.attend(*states, layout, relative_keys, biases, output_attentions))
+                    continue
+                output, probabilities = shared.attend(
+                    self.content_query(query[rows], content_bias),
+                    key[rows],
+                    value[rows],
+                    self.position_bias(query[rows], layout, relative_keys, position_query_bias),
+                    self.scaling,
+                    self.config.dropatt if self.training else 0.0,
+                    group,
+                )
+                if self.has_value_bias:
+                    output = output + self.value_bias(probabilities, layout, relative_keys)
+                parts.append((output, probabilities if output_attentions else None))
+        outputs, all_probabilities = zip(*parts, strict=True)
+        return torch.cat(outputs), torch.cat(all_probabilities) if output_attentions else None
 
     def _add_start_states(
         self, key: torch.Tensor, value: torch.Tensor, layout: AttentionLayout, hidden_states: torch.Tensor

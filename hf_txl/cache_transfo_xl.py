@@ -3,7 +3,8 @@
 Follows section 3.2 of [Dai et al., 2019](https://arxiv.org/abs/1901.02860) and `_update_mems` of the original PyTorch
 code. It stores layer *inputs*, through which training reaches the key and value projections, or the projected keys and
 values, which inference need not compute again; the results are the same numbers. What is stored is never changed in
-place, so copies may share tensors; new keys and values are written behind it (`RollingStorage`).
+place, so copies may share tensors; new keys and values are written behind it (`RollingStorage`), and rows that go on
+from the same text share what it left (`SharedStates`).
 """
 
 import copy
@@ -19,13 +20,17 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .configuration_transfo_xl import MEMORY_INITS, TransfoXLConfig, segment_window
 from .rolling_transfo_xl import RollingStorage, claim_rolling
+from .sharing_transfo_xl import SharedStates
 
 # B batch   S stored positions   Q positions of a segment   H heads   D head size
 STORAGES = ("auto", "hidden_states", "keys_values")
 
 
 class TransfoXLMemoryLayer(CacheLayerMixin):
-    """Memory of a layer: `hidden_states` `(B, S, d_model)`, or `keys` and `values` `(B, H, S, D)`, or nothing yet."""
+    """Memory of a layer: `hidden_states` `(B, S, d_model)`, or `keys` and `values` `(B, H, S, D)`, or nothing yet.
+
+    The first positions of keys and values may be `shared` by rows; `keys` and `values` then begin behind them.
+    """
 
     is_sliding = True
     is_compileable = False
@@ -34,18 +39,35 @@ class TransfoXLMemoryLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.hidden_states: torch.Tensor | None = None
+        self.shared: SharedStates | None = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is stored, by name; time is the last dimension but one."""
+        """What is stored of each row, by name; time is the last dimension but one."""
         named = {"hidden_states": self.hidden_states, "keys": self.keys, "values": self.values}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def replace(self, tensors: dict[str, torch.Tensor]) -> None:
+    @property
+    def unshared(self) -> dict[str, torch.Tensor]:
+        """As `tensors`, with a copy for each row of what they share."""
+        if self.shared is None:
+            return self.tensors
+        assert self.keys is not None and self.values is not None
+        return dict(zip(("keys", "values"), self.shared.in_front_of(self.keys, self.values), strict=True))
+
+    @property
+    def stored_length(self) -> int:
+        """Stored positions S, shared ones included."""
+        tensor = next(iter(self.tensors.values()), None)
+        own_length = 0 if tensor is None else tensor.shape[-2]
+        return own_length if self.shared is None else own_length + self.shared.length
+
+    def replace(self, tensors: dict[str, torch.Tensor], shared: SharedStates | None = None) -> None:
         """Store these tensors and nothing else."""
         self.hidden_states, self.keys, self.values = (
             tensors.get(name) for name in ("hidden_states", "keys", "values")
         )
+        self.shared = shared
         self.is_initialized = bool(tensors)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -184,8 +206,7 @@ class TransfoXLMemory(Cache):
     @property
     def stored_length(self) -> int:
         """Stored positions S, the same in all layers."""
-        tensor = next(iter(self.layers[0].tensors.values()), None)
-        return 0 if tensor is None else tensor.shape[-2]
+        return self.layers[0].stored_length
 
     @property
     def storage(self) -> str | None:
@@ -221,6 +242,9 @@ class TransfoXLMemory(Cache):
                 gradients are recorded.
         """
         self._check(inputs_embeds)
+        if segment_mask is not None or torch.compiler.is_compiling():
+            # rows that part in length, and programs, know one tensor per layer only
+            self._unshare()
         if self.stores != "auto":
             storage = self.stores
         elif records_gradients:
@@ -258,7 +282,7 @@ class TransfoXLMemory(Cache):
         self.rolling, first, end = claimed
         segment.slots = self.rolling.views(end - query_length, end)
         segment.full = self.rolling.views(first, end)
-        kept = self.rolling.views(end - self._kept_length(self.stored_length, query_length), end)
+        kept = self.rolling.views(end - self._kept_length(stored[0].shape[-2], query_length), end)
         segment.staged = [
             dict(zip(("keys", "values"), pair, strict=True)) for pair in zip(*[iter(kept)] * 2, strict=True)
         ]
@@ -301,7 +325,10 @@ class TransfoXLMemory(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of memory and segment, `(B, H, S + Q, D)`; the newest are kept when the segment ends."""
+        """Keys and values of memory and segment, `(B, H, S + Q, D)`; the newest are kept when the segment ends.
+
+        Those that rows share are left out; they stay in front.
+        """
         segment, index = self._in_progress, 2 * layer_idx
         if segment.slots:
             for slots, new in zip(segment.slots[index : index + 2], (key_states, value_states), strict=True):
@@ -369,7 +396,8 @@ class TransfoXLMemory(Cache):
             self.lengths = None
         if kept:
             for layer, tensors in zip(self.layers, self._in_progress.staged, strict=True):
-                layer.replace(tensors)
+                shared = layer.shared and layer.shared.newest(kept - next(iter(tensors.values())).shape[-2])
+                layer.replace(tensors, shared)
         self._batch_size = batch_size
         self._segment = None
 
@@ -393,6 +421,7 @@ class TransfoXLMemory(Cache):
         index = self._row_index(rows, device)
         if tensor is None:
             return
+        self._unshare()
         # a stream that starts afresh is read with the weights of now
         self.relative_keys = None
         if self.lengths is None:
@@ -405,6 +434,9 @@ class TransfoXLMemory(Cache):
     def select(self, rows: Sequence[int] | torch.Tensor) -> "TransfoXLMemory":
         """A new memory of these streams, in this order; a stream may be taken more than once.
 
+        Equally many rows that go on from each of some streams, side by side, share its keys and values: they are
+        stored once and read once for all of them.
+
         Args:
             rows (`list[int]` or `torch.Tensor`): Indices, or a boolean per stream.
         """
@@ -416,11 +448,47 @@ class TransfoXLMemory(Cache):
         if torch.equal(index, torch.arange(selected.batch_size, device=index.device)):
             # beams often stay where they are
             return selected
-        selected._map(lambda tensor: tensor.index_select(0, index))
+        if not selected._share(index):
+            selected._unshare()
+            selected._map(lambda tensor: tensor.index_select(0, index))
         if selected.lengths is not None:
             selected.lengths = selected.lengths.index_select(0, index)
         selected._batch_size = len(index)
         return selected
+
+    def _share(self, index: torch.Tensor) -> bool:
+        """Take streams so that rows share what they go on from; `False` if these rows share nothing."""
+        if self.storage != "keys_values" or self.lengths is not None or self.start_slots:
+            return False
+        shared = self.layers[0].shared
+        groups = index if shared is None else index // shared.rows_each
+        groups, counts = groups.unique_consecutive(return_counts=True)
+        rows_each = len(index) // max(1, len(groups))
+        if rows_each < 2 or (counts != rows_each).any():
+            return False
+
+        def select(states: torch.Tensor) -> torch.Tensor:
+            is_all = torch.equal(groups, torch.arange(len(states), device=groups.device))
+            return states if is_all else states.index_select(0, groups)
+
+        for layer in self.layers:
+            keys, values = layer.tensors["keys"], layer.tensors["values"]
+            if layer.shared is not None:
+                common = SharedStates(select(layer.shared.keys), select(layer.shared.values), rows_each)
+                own = {name: tensor.index_select(0, index) for name, tensor in layer.tensors.items()}
+            else:
+                common = SharedStates(select(keys), select(values), rows_each)
+                own = {
+                    name: tensor.new_empty(len(index), tensor.shape[1], 0, tensor.shape[3])
+                    for name, tensor in layer.tensors.items()
+                }
+            layer.replace(own, common)
+        return True
+
+    def _unshare(self) -> None:
+        """Give each row its own copy of what rows share."""
+        for layer in self.layers:
+            layer.replace(layer.unshared)
 
     @classmethod
     def concatenate(cls, memories: Sequence["TransfoXLMemory"]) -> "TransfoXLMemory":
@@ -437,6 +505,9 @@ class TransfoXLMemory(Cache):
                 raise ValueError(
                     f"`memories` must have the same settings and storage, but are {first!r} and {memory!r}."
                 )
+        memories = [copy.copy(memory) for memory in memories]
+        for memory in memories:
+            memory._unshare()
         joined = copy.copy(max(memories, key=lambda memory: memory.stored_length))
         length = joined.stored_length
         for index, layer in enumerate(joined.layers):
@@ -487,7 +558,8 @@ class TransfoXLMemory(Cache):
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for layer in self.layers:
-            layer.replace({name: function(tensor) for name, tensor in layer.tensors.items()})
+            tensors = {name: function(tensor) for name, tensor in layer.tensors.items()}
+            layer.replace(tensors, layer.shared and layer.shared.map(function))
 
     def __copy__(self) -> "TransfoXLMemory":
         """A branch: it shares what is stored so far, which is never changed in place, and nothing later."""
@@ -569,7 +641,7 @@ class TransfoXLMemory(Cache):
         tensors = {
             f"layers.{index}.{name}": tensor
             for index, layer in enumerate(self.layers)
-            for name, tensor in layer.tensors.items()
+            for name, tensor in layer.unshared.items()
         }
         return tensors if self.lengths is None else {**tensors, "lengths": self.lengths}
 
@@ -606,7 +678,7 @@ class TransfoXLMemory(Cache):
         self.__dict__.update(self.select(beam_idx).__dict__)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each stream `repeats` times, copies side by side."""
+        """Repeat each stream `repeats` times, side by side."""
         if self.batch_size is not None:
             self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
 

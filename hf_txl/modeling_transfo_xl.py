@@ -369,7 +369,14 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         for layer_idx, layer in enumerate(self.layers):
             memory_states = past.read(layer_idx, layer.dec_attn, hidden_states)
             hidden_states, probabilities = layer(
-                hidden_states, layout, relative_keys, memory_states, past.key_value_store, biases, output_attentions
+                hidden_states,
+                layout,
+                relative_keys,
+                memory_states,
+                past.key_value_store,
+                past.shared_states(layer_idx),
+                biases,
+                output_attentions,
             )
             all_hidden_states.append(hidden_states)
             all_attentions.append(probabilities)
@@ -642,7 +649,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         return attention_mask
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Beams and several returned sequences each go on from a copy of their row's memory."""
+        """Beams and several returned sequences each go on from their row's memory, which they share."""
         memory = kwargs.get(CACHE_NAME)
         if expand_size > 1 and isinstance(memory, TransfoXLMemory):
             kwargs[CACHE_NAME] = memory = copy.copy(memory)

@@ -18,6 +18,7 @@ from .cache_transfo_xl import TransfoXLMemory, check_keys
 from .configuration_transfo_xl import TransfoXLConfig, segment_window
 from .positions_transfo_xl import AttentionLayout, RelativeKeys, sinusoid_embeddings
 from .rolling_transfo_xl import CompiledWindows, can_compile, make_rolling
+from .sharing_transfo_xl import SharedStates
 
 logger = logging.get_logger(__name__)
 
@@ -83,6 +84,10 @@ class Past:
         """Stored inputs of a layer, `(B, S, d_model)`, if it keeps inputs; `hidden_states` is its input now."""
         return None
 
+    def shared_states(self, layer_idx: int) -> SharedStates | None:
+        """Keys and values of a layer that rows share, in front of those that `key_value_store` returns."""
+        return None
+
     def end(self) -> None:
         """The forward is complete: what was read becomes the past of the next call."""
 
@@ -102,21 +107,26 @@ class Past:
             keeps (`bool`): Whether this call is inference, so that projections may be kept.
         """
         store: Any = self.cache if self.key_value_store is not None else None
-        num_distances = layout.key_length
+        num_distances, num_future, smaller = layout.key_length, layout.query_length, None
         if store is not None and keeps:
-            kept = getattr(store, "relative_keys", None)
-            if kept is not None and self.goes_on and kept.fits(layout, self.clamp_len, self.dtype, self.device):
-                return kept
-            # all that later calls of the stream will ask for, so that it is projected once
-            num_distances = max(num_distances, self.reach + layout.query_length)
-        distances = torch.arange(num_distances - 1, -layout.query_length - 1, -1, device=self.device)
+            compiles = torch.compiler.is_compiling()
+            # all that calls like this one will ask for
+            longest = max(num_distances, self.reach + num_future)
+            kept = getattr(store, "relative_keys", None) if self.goes_on else None
+            if kept is not None and kept.fits(num_future, self.clamp_len, self.dtype, self.device):
+                if kept.num_distances >= (longest if compiles else num_distances):
+                    return kept
+                smaller, num_future = kept, kept.num_future
+            # a short text needs little of it, and a long one makes it in a few pieces; a program knows one size only
+            num_distances = longest if compiles else min(longest, 2 * num_distances)
+        distances = torch.arange(num_distances - 1, -num_future - 1, -1, device=self.device)
         distances = distances.clamp(min=0)
         embeddings = None
         if uses_sinusoids:
             clamped = distances.clamp(max=self.clamp_len) if self.clamp_len > 0 else distances
             embeddings = dropout(sinusoid_embeddings(clamped, self.config.d_model).to(self.dtype))
         keeps = keeps and store is not None
-        table = RelativeKeys(distances, layout.query_length, self.clamp_len, self.dtype, embeddings, keeps)
+        table = RelativeKeys(distances, num_future, self.clamp_len, self.dtype, embeddings, keeps, smaller)
         if table.keeps:
             store.relative_keys = table
         return table
@@ -185,6 +195,9 @@ class MemoryPast(Past):
         if stored is not None:
             self.memory.convert(layer_idx, *attention.project_memory(stored))
         return None
+
+    def shared_states(self, layer_idx: int) -> SharedStates | None:
+        return self.memory.layers[layer_idx].shared
 
     def end(self) -> None:
         self.memory.commit(self.batch_size, self.query_length)

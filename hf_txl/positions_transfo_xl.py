@@ -146,6 +146,7 @@ class RelativeKeys:
         embeddings (`torch.Tensor` of shape `(num_distances + num_future, d_model)`, *optional*):
             Sinusoids, for the kinds that read them.
         keeps (`bool`): Whether the layers' rows are kept.
+        smaller (`RelativeKeys`, *optional*): Table of the same kind and `num_future`, whose rows are taken over.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class RelativeKeys:
         dtype: torch.dtype,
         embeddings: torch.Tensor | None,
         keeps: bool,
+        smaller: "RelativeKeys | None" = None,
     ):
         self.distances = distances
         # a length that an exported program may vary: `len` would fix it
@@ -165,14 +167,14 @@ class RelativeKeys:
         self.dtype = dtype
         self.embeddings = embeddings
         self.keeps = keeps
+        self.smaller = smaller
         self.rows: dict[int, torch.Tensor] = {}
 
-    def fits(self, layout: AttentionLayout, clamp_len: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the table covers a call and has its type and device."""
+    def fits(self, query_length: int, clamp_len: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the rows serve a call, as far as their distances reach."""
         return (
             clamp_len == self.clamp_len
-            and layout.key_length <= self.num_distances
-            and layout.query_length <= self.num_future
+            and query_length <= self.num_future
             and self.dtype == dtype
             and self.distances.device == device
         )
@@ -188,12 +190,28 @@ class RelativeKeys:
         """What a layer makes of the rows for distances `K - 1 … 0` and `Q` future keys, `(N, …)`."""
         rows = self.rows.get(layer_idx)
         if rows is None:
-            rows = make_rows(self)
+            smaller = self.smaller
+            rows = make_rows(self) if smaller is None else self._extend(smaller, layer_idx, make_rows)
             if self.keeps:
                 # distances side by side in memory: a query then meets all of them at the speed of reading
                 rows = rows.movedim(0, -1).contiguous().movedim(-1, 0)
                 self.rows[layer_idx] = rows
         return self.of_call(rows, layout)
+
+    def _extend(
+        self, smaller: "RelativeKeys", layer_idx: int, make_rows: Callable[["RelativeKeys"], torch.Tensor]
+    ) -> torch.Tensor:
+        """The rows of a smaller table, with those of the distances that it does not reach in front."""
+        if layer_idx not in smaller.rows:
+            return make_rows(self)
+        farther = slice(self.num_distances - smaller.num_distances)
+        embeddings = None if self.embeddings is None else self.embeddings[farther]
+        beyond = RelativeKeys(self.distances[farther], 0, self.clamp_len, self.dtype, embeddings, keeps=False)
+        if len(self.rows) + 1 == len(smaller.rows):
+            # this was its last layer
+            self.smaller = None
+        pieces = (make_rows(beyond), smaller.rows[layer_idx])
+        return torch.cat([piece.movedim(0, -1) for piece in pieces], dim=-1).movedim(-1, 0)
 
     def for_one_layer(self) -> "RelativeKeys":
         """The same table, to keep what a layer makes of it while that layer reads it several times."""

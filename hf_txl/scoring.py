@@ -334,7 +334,7 @@ def score_continuations(
 ) -> torch.Tensor:
     """Log-probability of each continuation of one context: rescoring of an n-best list.
 
-    The context is read once; its memory is copied to a row for each hypothesis. With `same_length=True`, or if a
+    The context is read once, and the hypotheses share its memory. With `same_length=True`, or if a
     memory that starts empty is long enough for context and continuation, the result is that of scoring each joined
     text.
 

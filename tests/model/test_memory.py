@@ -750,24 +750,30 @@ def change_position_projections(model: Any) -> None:
             layer.dec_attn.r_net.weight.data.mul_(3.0)
 
 
-@pytest.mark.parametrize("segments", [[1] * 8, [4, 4, 4], [2, 5, 1, 1]])
+@pytest.mark.parametrize("segments", [[1] * 40, [4, 4, 4, 4], [2, 5, 1, 1, 4, 1], [1, 3, 30, 1, 9, 40]])
 @torch.no_grad()
-def test_positions_are_projected_once_per_layer_and_stream(segments: list[int]) -> None:
-    model = make_model()
-    counts = [0, 0, 0]
-    for index, layer in enumerate(model.transformer.layers):
-
-        def count(*args: Any, index: int = index) -> None:
-            counts[index] += 1
-
-        layer.dec_attn.r_net.register_forward_hook(count)
+def test_each_distance_is_projected_once_per_layer_and_stream(segments: list[int]) -> None:
+    model = make_model(mem_len=20)
+    projected: list[list[torch.Tensor]] = [[], [], []]
+    for layer, rows in zip(model.transformer.layers, projected, strict=True):
+        layer.dec_attn.r_net.register_forward_hook(lambda module, args, output, rows=rows: rows.append(args[0]))
     memory = model.init_memory(2)
-    model(random_ids(2, max(segments)), cache=memory)
+    longest = max(segments)
+    model(random_ids(2, longest), cache=memory)
+    few = len(projected[0][0])
+    # a text as short as this asks for little of the table
+    assert few <= 2 * longest + longest
     read_in_segments(model, random_ids(2, sum(segments)), segments, memory)
-    assert counts == [1, 1, 1]
+    for rows in projected:
+        table = torch.cat(rows)
+        # the distance 0 stands for all future keys too; its sines are 0 and its cosines 1
+        is_zero = (table == table[-1:]).all(-1) if len(rows) == 1 else (table[:, :16] == 0).all(-1)
+        distant = table[~is_zero]
+        assert len(distant.unique(dim=0)) == len(distant) <= 20 + longest
+    counts = [sum(map(len, rows)) for rows in projected]
     memory.reset()
-    model(random_ids(2, 2), cache=memory)
-    assert counts == [2, 2, 2]
+    model(random_ids(2, longest), cache=memory)
+    assert [sum(map(len, rows)) for rows in projected] == [count + few for count in counts]
 
 
 RESTARTS: dict[str, Callable[[Any, TransfoXLMemory], TransfoXLMemory]] = {

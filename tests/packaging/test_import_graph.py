@@ -27,15 +27,22 @@ FLAT = {
     "tokenization_transfo_xl": set(),
     # it wraps a layer of the library, nothing of ours
     "rolling_transfo_xl": set(),
-    "cache_transfo_xl": {"configuration_transfo_xl", "rolling_transfo_xl"},
+    "sharing_transfo_xl": set(),
+    "cache_transfo_xl": {"configuration_transfo_xl", "rolling_transfo_xl", "sharing_transfo_xl"},
     "positions_transfo_xl": set(),
     "recompute_transfo_xl": {"positions_transfo_xl"},
-    "attention_transfo_xl": {"configuration_transfo_xl", "positions_transfo_xl", "recompute_transfo_xl"},
+    "attention_transfo_xl": {
+        "configuration_transfo_xl",
+        "positions_transfo_xl",
+        "recompute_transfo_xl",
+        "sharing_transfo_xl",
+    },
     "past_transfo_xl": {
         "configuration_transfo_xl",
         "cache_transfo_xl",
         "positions_transfo_xl",
         "rolling_transfo_xl",
+        "sharing_transfo_xl",
     },
     "modeling_transfo_xl": {
         "configuration_transfo_xl",

@@ -1,0 +1,196 @@
+"""Rows that go on from one text: the same numbers as rows that each read it, and none of it stored twice."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_txl import TransfoXLMemory
+from hf_txl.scoring import score_continuations
+from tests.helpers import assert_close
+from tests.model.test_kinds import RELATIVE
+from tests.model.test_kinds import make_model as make_model_of_kind
+from tests.model.tiny_models import STARTS, WINDOWS, random_ids, tiny_model
+
+# the same float64 sums in another order
+ROUNDING = 1e-9
+# of 23 tokens read: memories that are full, and one that is not
+LENGTHS = [1, 7, 23, 40]
+# single tokens, which roll; segments that push out all that is shared; more queries than are worked through at once
+SEGMENTS = [1, 1, 3, 17, 140, 1]
+TEXT_LENGTH = 23
+
+
+def is_shared(memory: TransfoXLMemory) -> bool:
+    return memory.layers[0].shared is not None
+
+
+@torch.no_grad()
+def assert_equal_streams(
+    model: Any, shared: TransfoXLMemory, copies: TransfoXLMemory, segments: list[int], num_rows: int = 6
+) -> None:
+    """Two memories of the same rows go on alike, also when rows change places between segments."""
+    for index, length in enumerate(segments):
+        ids = random_ids(num_rows, length, vocab_size=model.config.vocab_size, seed=100 + index)
+        actual, expected = (model(ids, cache=memory, output_attentions=True) for memory in (shared, copies))
+        assert_close(f"logits of segment {index}", actual.logits, expected.logits, ROUNDING)
+        for layer, pair in enumerate(zip(actual.attentions, expected.attentions, strict=True)):
+            assert_close(f"attentions of segment {index}, layer {layer}", *pair, ROUNDING)
+        assert shared.stored_length == copies.stored_length
+        # rows stay with their text, as beams do
+        order = torch.tensor([2, 2, 0, 3, 5, 4]) if num_rows == 6 else torch.arange(num_rows)
+        shared.reorder_cache(order)
+        copies.reorder_cache(order)
+
+
+def read_text(model: Any, rows: int, texts: int = 2, **settings: Any) -> tuple[TransfoXLMemory, TransfoXLMemory]:
+    """A memory of texts of which rows share what was read, and one whose rows have read them each."""
+    ids = random_ids(texts, TEXT_LENGTH, vocab_size=model.config.vocab_size)
+    once, copies = model.init_memory(texts, **settings), model.init_memory(texts * rows, **settings)
+    with torch.no_grad():
+        model(ids, cache=once)
+        model(ids.repeat_interleave(rows, dim=0), cache=copies)
+    return once, copies
+
+
+@pytest.mark.parametrize("mem_len", LENGTHS)
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_rows_that_share_a_text_go_on_as_if_each_had_read_it(window: str, start: str, mem_len: int) -> None:
+    model = tiny_model(memory_init=start, mem_len=mem_len, clamp_len=9, **WINDOWS[window]).double()
+    once, copies = read_text(model, rows=3)
+    shared = once.select([0, 0, 0, 1, 1, 1])
+    # zero states in front of a memory that is not full are rows' own
+    assert is_shared(shared) == (start == "empty" or mem_len <= TEXT_LENGTH)
+    assert_equal_streams(model, shared, copies, SEGMENTS)
+    assert not is_shared(shared)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", list(RELATIVE))
+def test_every_relative_kind_shares(kind: str, backend: str) -> None:
+    model = make_model_of_kind(kind, mem_len=11).double()
+    model.set_attn_implementation(backend)
+    once, copies = read_text(model, rows=3)
+    shared = once.select([0, 0, 0, 1, 1, 1])
+    assert is_shared(shared)
+    assert_equal_streams(model, shared, copies, [1, 2, 4, 150])
+
+
+@torch.no_grad()
+def test_sharing_rows_need_not_be_all_or_in_order() -> None:
+    """Rows that are chosen share what they have in common, whether or not they did before."""
+    model = tiny_model(mem_len=30).double()
+    once, copies = read_text(model, rows=1, texts=3)
+    for rows in ([2, 2, 0, 0], [1, 1, 1, 1], [0, 1, 1, 2], [1]):
+        shared = once.select(rows)
+        assert is_shared(shared) == (rows[:2] == [2, 2] or rows == [1, 1, 1, 1])
+        assert_equal_streams(model, shared, copies.select(rows), [1, 3], num_rows=len(rows))
+    # of rows that share already: fewer of each, one of each, unequally many, other ones
+    once, copies = read_text(model, rows=3)
+    shared = once.select([0, 0, 0, 1, 1, 1])
+    ids = random_ids(6, 4, seed=3)
+    model(ids, cache=shared)
+    model(ids, cache=copies)
+    for rows, shares in (([0, 2, 3, 4], True), ([1, 4], False), ([0, 1, 4], False), ([5, 3], True), ([4], False)):
+        selected = shared.select(rows)
+        assert is_shared(selected) == shares, rows
+        assert_equal_streams(model, selected, copies.select(rows), [1, 3], num_rows=len(rows))
+
+
+@torch.no_grad()
+def test_pads_and_restarts_end_the_sharing_and_change_no_number() -> None:
+    model = tiny_model(mem_len=30, same_length=True).double()
+    once, copies = read_text(model, rows=3, texts=1)
+    shared, ids = once.select([0, 0, 0]), random_ids(3, 5, seed=4)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
+    expected = model(ids, cache=copies, attention_mask=mask).logits
+    actual = model(ids, cache=shared, attention_mask=mask).logits
+    assert_close("padded", actual[mask.bool()], expected[mask.bool()], ROUNDING)
+    once, copies = read_text(model, rows=3, texts=1)
+    shared = once.select([0, 0, 0])
+    shared.reset([1])
+    copies.reset([1])
+    assert_equal_streams(model, shared, copies, [1, 4], num_rows=3)
+
+
+@torch.no_grad()
+def test_a_program_reads_memories_that_rows_share() -> None:
+    model = tiny_model(mem_len=30).double()
+    once, copies = read_text(model, rows=3, texts=1)
+    torch._dynamo.reset()
+    run = torch.compile(model, fullgraph=True, backend="eager")
+    shared = once.select([0, 0, 0])
+    for seed in range(3):
+        ids = random_ids(3, 1, seed=seed)
+        actual, expected = run(ids, cache=shared).logits, model(ids, cache=copies).logits
+        assert_close(f"token {seed}", actual, expected, ROUNDING)
+    torch._dynamo.reset()
+
+
+class BuiltTensors(TorchDispatchMode):
+    """Notes the largest tensor that is made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.largest = max(self.largest, leaf.untyped_storage().nbytes())
+        return result
+
+
+@torch.no_grad()
+def test_nothing_as_large_as_a_copy_for_each_row_is_made() -> None:
+    """300 positions of 16 numbers per head, for 50 rows of two queries: what these meet is a score per position."""
+    model = tiny_model(mem_len=300, d_head=16, same_length=True, cutoffs=[], div_val=1)
+    memory = model.init_memory(1)
+    model(random_ids(1, 300), cache=memory)
+    keys = memory.layers[0].keys
+    ids = random_ids(50, 2, seed=2)
+    with BuiltTensors() as built:
+        shared = memory.select([0] * 50)
+        for _ in range(3):
+            model(ids, cache=shared)
+            shared.reorder_cache(torch.arange(50).flip(0))
+    assert shared.layers[0].shared.keys.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
+    a_copy_for_each_row = 50 * keys.nbytes
+    assert 0 < built.largest < a_copy_for_each_row / 3
+    # the memory that they go on from is where it was
+    assert memory.stored_length == 300 and not is_shared(memory) and memory.layers[0].keys is keys
+
+
+@torch.no_grad()
+def test_branches_of_a_shared_memory_are_apart() -> None:
+    model = tiny_model(mem_len=30).double()
+    once, copies = read_text(model, rows=3)
+    shared = once.select([0, 0, 0, 1, 1, 1])
+    branches = [copy.copy(shared), copy.deepcopy(shared), shared.select(range(6))]
+    for branch in branches:
+        assert_equal_streams(model, branch, copy.copy(copies), [1, 2, 1])
+    assert_equal_streams(model, shared, copies, [2, 1])
+    with torch.no_grad():
+        ids = random_ids(2, 3, seed=9)
+        fresh = read_text(model, rows=1)[1]
+        assert_close("what they went on from", model(ids, cache=once).logits, model(ids, cache=fresh).logits, ROUNDING)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 32])
+def test_hypotheses_score_as_each_joined_text(batch_size: int) -> None:
+    """Of any lengths, so that rows end at different segments."""
+    model = tiny_model(mem_len=60, same_length=True).double()
+    context = random_ids(1, 31)[0]
+    hypotheses = [random_ids(1, length, seed=length)[0] for length in (5, 1, 9, 9, 3)]
+    actual = score_continuations(model, context, hypotheses, batch_size=batch_size, segment_length=4)
+    for score, hypothesis in zip(actual, hypotheses, strict=True):
+        text = torch.cat([context, hypothesis])[None]
+        with torch.no_grad():
+            log_probabilities = model(text).logits.log_softmax(-1)[0, len(context) - 1 : -1]
+        expected = log_probabilities.gather(-1, hypothesis[:, None]).sum()
+        assert_close("score", score, expected, ROUNDING)
