@@ -196,12 +196,12 @@ class SegmentAttention(nn.Module):
         hidden_states, query, key, value = self.project_all(hidden_states, memory_states, layout, relative_keys)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        key, value = self._add_start_states(key, value, layout, hidden_states)
-
         if shared is None:
+            key, value = self._add_start_states(key, value, layout, hidden_states)
             output, probabilities = self.attend(query, key, value, layout, relative_keys, biases, output_attentions)
         else:
-            states = (query, key, value, shared)
+            in_front = self._add_start_states(shared.keys, shared.values, layout, hidden_states)
+            states = (query, key, value, SharedStates(*in_front, shared.rows_each))
             output, probabilities = self._attend_shared(*states, layout, relative_keys, biases, output_attentions)
         # (B, Q, H, D) -> (B, Q, H * D)
         output = self.drop(self.o_net(output.flatten(-2)))
@@ -340,7 +340,7 @@ class SegmentAttention(nn.Module):
         # a compiler makes other programs for no slot and for one: it gets as many as there are keys, of which the last
         # ones are taken
         num_slots = layout.key_length if compiles else layout.start_slots
-        slots, last = (key.shape[0], -1, num_slots, -1), slice(num_slots + key.shape[2] - layout.key_length, None)
+        slots, last = (key.shape[0], -1, num_slots, -1), slice(key.shape[2] if compiles else 0, None)
         key = torch.cat([start_key.to(key.dtype).expand(slots), key], dim=2)[:, :, last]
         value = torch.cat([start_value.to(value.dtype).expand(slots), value], dim=2)[:, :, last]
         if layout.start_mask is not None:

@@ -458,7 +458,7 @@ class TransfoXLMemory(Cache):
 
     def _share(self, index: torch.Tensor) -> bool:
         """Take streams so that rows share what they go on from; `False` if these rows share nothing."""
-        if self.storage != "keys_values" or self.lengths is not None or self.start_slots:
+        if self.storage != "keys_values" or self.lengths is not None:
             return False
         shared = self.layers[0].shared
         groups = index if shared is None else index // shared.rows_each
