@@ -7,6 +7,7 @@ Follows `mem_transformer.py` of the original PyTorch code and section 3.3 of
 backend as an additive bias. `docs/positions.md` sets the kinds side by side.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -48,16 +49,27 @@ def eager_attention(
     position_bias: torch.Tensor,
     scaling: float,
     dropout: float,
+    shared: SharedStates | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention spelt out, at least in float32.
 
-    Returns `(B, Q, H, D)` and the probabilities it used, after dropout, `(B, H, Q, K)`.
+    Returns `(B, Q, H, D)` and the probabilities it used, after dropout, `(B, H, Q, K)`. Positions that rows share, if
+    there are any, come before those of `key` and `value`.
     """
-    scores = torch.matmul(query * scaling, key.transpose(-1, -2)) + position_bias
+    query = query * scaling
+    scores = torch.matmul(query, key.transpose(-1, -2))
+    if shared is not None:
+        scores = torch.cat([shared.scores(query), scores], dim=-1)
+    scores = scores + position_bias
     precision = torch.promote_types(scores.dtype, torch.float32)
     probabilities = F.softmax(scores, dim=-1, dtype=precision).to(value.dtype)
     probabilities = F.dropout(probabilities, dropout, module.training)
-    return torch.matmul(probabilities, value).transpose(1, 2), probabilities
+    if shared is None:
+        output = torch.matmul(probabilities, value)
+    else:
+        shared_part, own_part = probabilities.tensor_split([shared.length], dim=-1)
+        output = shared.read(shared_part) + torch.matmul(own_part, value)
+    return output.transpose(1, 2), probabilities
 
 
 def sdpa_attention(
@@ -76,7 +88,8 @@ def sdpa_attention(
 
 BACKENDS: dict[str, Callable] = {"eager": eager_attention, "sdpa": sdpa_attention}
 
-# queries of one row of the batch that a CPU works through at once, so that their scores stay in its cache
+# queries that are worked through at once, so that their scores stay in the cache of a CPU: of one row of the batch, or
+# of several rows that share keys
 QUERY_BLOCK = 128
 
 
@@ -185,7 +198,7 @@ class SegmentAttention(nn.Module):
             memory_states (`torch.Tensor` of shape `(batch_size, stored_length, d_model)`, *optional*):
                 Inputs of this layer in earlier segments, without gradient.
             cache (*optional*): Keeps keys and values instead; `update` returns those of memory and segment.
-            shared ([`SharedStates`], *optional*): Keys and values in front of those, which rows have in common.
+            shared ([`SharedStates`], *optional*): Keys and values in front of those, which `cache` leaves out.
             biases (`tuple` of two tensors of shape `(n_head, d_head)`, *optional*): u and v if all layers share them.
             output_attentions (`bool`): Whether to return the probabilities.
 
@@ -198,11 +211,12 @@ class SegmentAttention(nn.Module):
             key, value = cache.update(key, value, self.layer_idx)
         if shared is None:
             key, value = self._add_start_states(key, value, layout, hidden_states)
-            output, probabilities = self.attend(query, key, value, layout, relative_keys, biases, output_attentions)
         else:
             in_front = self._add_start_states(shared.keys, shared.values, layout, hidden_states)
-            states = (query, key, value, SharedStates(*in_front, shared.rows_each))
-            output, probabilities = self._attend_shared(*states, layout, relative_keys, biases, output_attentions)
+            shared = SharedStates(*in_front, shared.rows_each)
+        output, probabilities = self.attend(
+            query, key, value, layout, relative_keys, biases, output_attentions, shared
+        )
         # (B, Q, H, D) -> (B, Q, H * D)
         output = self.drop(self.o_net(output.flatten(-2)))
         output = hidden_states + output
@@ -219,8 +233,14 @@ class SegmentAttention(nn.Module):
         relative_keys: RelativeKeys,
         biases: tuple[torch.Tensor, torch.Tensor] | None,
         output_attentions: bool = False,
+        shared: SharedStates | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the queries read, `(B, Q, H, D)`, and the probabilities where there are any, `(B, H, Q, K)`."""
+        if shared is not None and not self._spells_out_sharing(layout):
+            key, value = shared.in_front_of(key, value)
+            shared = None
+        if shared is not None:
+            return self._attend_sharing(query, key, value, layout, relative_keys, biases, output_attentions, shared)
         if self._works_in_blocks(query, layout, output_attentions):
             return self._attend_in_blocks(query, key, value, layout, relative_keys, biases), None
         return self._attend_at_once(query, key, value, layout, relative_keys, biases, output_attentions)
@@ -234,10 +254,14 @@ class SegmentAttention(nn.Module):
         relative_keys: RelativeKeys,
         biases: tuple[torch.Tensor, torch.Tensor] | None,
         output_attentions: bool,
+        shared: SharedStates | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         content_bias, position_query_bias = biases if biases is not None else (None, None)
         position_bias = self.position_bias(query, layout, relative_keys, position_query_bias)
-        attend = self._backend(output_attentions or self.has_value_bias, position_bias)
+        if shared is None:
+            attend = self._backend(output_attentions or self.has_value_bias, position_bias)
+        else:
+            attend = functools.partial(eager_attention, shared=shared)
         output, probabilities = attend(
             self,
             self.content_query(query, content_bias),
@@ -250,6 +274,35 @@ class SegmentAttention(nn.Module):
         if self.has_value_bias:
             output = output + self.value_bias(probabilities, layout, relative_keys)
         return output, probabilities
+
+    def _spells_out_sharing(self, layout: AttentionLayout) -> bool:
+        """Whether rows meet shared keys together; beside a long segment, a copy for each row is little."""
+        return (
+            layout.query_length <= QUERY_BLOCK
+            and not self.training
+            and (self.config._attn_implementation or "eager") in BACKENDS
+        )
+
+    def _attend_sharing(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: AttentionLayout,
+        relative_keys: RelativeKeys,
+        biases: tuple[torch.Tensor, torch.Tensor] | None,
+        output_attentions: bool,
+        shared: SharedStates,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `_attend_at_once`, some rows of the batch at a time."""
+        parts = [
+            self._attend_at_once(
+                query[rows], key[rows], value[rows], layout, relative_keys, biases, output_attentions, part
+            )
+            for rows, part in shared.blocks(QUERY_BLOCK // layout.query_length)
+        ]
+        outputs, probabilities = zip(*parts, strict=True)
+        return torch.cat(outputs), torch.cat(probabilities) if output_attentions else None
 
     def _works_in_blocks(self, query: torch.Tensor, layout: AttentionLayout, output_attentions: bool) -> bool:
         """Whether the scores of all queries would leave the cache of a CPU."""
@@ -285,48 +338,6 @@ class SegmentAttention(nn.Module):
                 states = (query[here, :, queries], key[here, :, keys], value[here, :, keys])
                 output[here, queries], _ = self._attend_at_once(*states, block, relative_keys, biases, False)
         return output
-
-    def _attend_shared(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        shared: SharedStates,
-        layout: AttentionLayout,
-        relative_keys: RelativeKeys,
-        biases: tuple[torch.Tensor, torch.Tensor] | None,
-        output_attentions: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `attend`, with keys and values in front of the rows' own that several rows have in common."""
-        # a layer's rows of the position table serve all rows of the batch
-        relative_keys = relative_keys.for_one_layer()
-        content_bias, position_query_bias = biases if biases is not None else (None, None)
-        rows_at_once = max(1, QUERY_BLOCK // layout.query_length)
-        parts = []
-        for group in range(len(shared.keys)):
-            group_end = (group + 1) * shared.rows_each
-            for start in range(group * shared.rows_each, group_end, rows_at_once):
-                rows = slice(start, min(start + rows_at_once, group_end))
-                if layout.query_length > QUERY_BLOCK:
-                    # beside so much work it is little to put all keys of a row into one tensor
-                    row_key, row_value = shared.in_front_of(key, value, row=start)
-                    states = (query[rows], row_key, row_value)
-                    parts.append(self.attend(*states, layout, relative_keys, biases, output_attentions))
-                    continue
-                output, probabilities = shared.attend(
-                    self.content_query(query[rows], content_bias),
-                    key[rows],
-                    value[rows],
-                    self.position_bias(query[rows], layout, relative_keys, position_query_bias),
-                    self.scaling,
-                    self.config.dropatt if self.training else 0.0,
-                    group,
-                )
-                if self.has_value_bias:
-                    output = output + self.value_bias(probabilities, layout, relative_keys)
-                parts.append((output, probabilities if output_attentions else None))
-        outputs, all_probabilities = zip(*parts, strict=True)
-        return torch.cat(outputs), torch.cat(all_probabilities) if output_attentions else None
 
     def _add_start_states(
         self, key: torch.Tensor, value: torch.Tensor, layout: AttentionLayout, hidden_states: torch.Tensor
@@ -470,9 +481,10 @@ class TransfoXLAttention(RelativeAttention):
         relative_keys: RelativeKeys,
         biases: tuple[torch.Tensor, torch.Tensor] | None,
         output_attentions: bool = False,
+        shared: SharedStates | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not self._recomputes(query, layout, output_attentions):
-            return super().attend(query, key, value, layout, relative_keys, biases, output_attentions)
+        if shared is not None or not self._recomputes(query, layout, output_attentions):
+            return super().attend(query, key, value, layout, relative_keys, biases, output_attentions, shared)
         output = RelativeAttentionFunction.apply(
             query,
             key,

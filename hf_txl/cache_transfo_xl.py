@@ -8,6 +8,7 @@ from the same text share what it left (`SharedStates`).
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,13 +48,12 @@ class TransfoXLMemoryLayer(CacheLayerMixin):
         named = {"hidden_states": self.hidden_states, "keys": self.keys, "values": self.values}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    @property
-    def unshared(self) -> dict[str, torch.Tensor]:
-        """As `tensors`, with a copy for each row of what they share."""
+    def unshared(self, rows: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """As `tensors`, with a copy of what rows share for each row, or for each of these rows."""
         if self.shared is None:
             return self.tensors
         assert self.keys is not None and self.values is not None
-        return dict(zip(("keys", "values"), self.shared.in_front_of(self.keys, self.values), strict=True))
+        return dict(zip(("keys", "values"), self.shared.in_front_of(self.keys, self.values, rows), strict=True))
 
     @property
     def stored_length(self) -> int:
@@ -182,6 +182,8 @@ class TransfoXLMemory(Cache):
         self.relative_keys: Any = None
         # where keys and values lie, if there is room behind them
         self.rolling: RollingStorage | None = None
+        # a program knows one tensor per layer only: what it has read is not shared any more
+        self.may_share = True
         self._segment: SegmentInProgress | None = None
 
     def __repr__(self) -> str:
@@ -242,8 +244,9 @@ class TransfoXLMemory(Cache):
                 gradients are recorded.
         """
         self._check(inputs_embeds)
-        if segment_mask is not None or torch.compiler.is_compiling():
-            # rows that part in length, and programs, know one tensor per layer only
+        if torch.compiler.is_compiling():
+            self.may_share = False
+        if segment_mask is not None or not self.may_share:
             self._unshare()
         if self.stores != "auto":
             storage = self.stores
@@ -327,7 +330,7 @@ class TransfoXLMemory(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of memory and segment, `(B, H, S + Q, D)`; the newest are kept when the segment ends.
 
-        Those that rows share are left out; they stay in front.
+        Of a memory that rows share, those of the rows' own positions.
         """
         segment, index = self._in_progress, 2 * layer_idx
         if segment.slots:
@@ -396,8 +399,8 @@ class TransfoXLMemory(Cache):
             self.lengths = None
         if kept:
             for layer, tensors in zip(self.layers, self._in_progress.staged, strict=True):
-                shared = layer.shared and layer.shared.newest(kept - next(iter(tensors.values())).shape[-2])
-                layer.replace(tensors, shared)
+                own_length = next(iter(tensors.values())).shape[-2]
+                layer.replace(tensors, None if layer.shared is None else layer.shared.newest(kept - own_length))
         self._batch_size = batch_size
         self._segment = None
 
@@ -449,8 +452,7 @@ class TransfoXLMemory(Cache):
             # beams often stay where they are
             return selected
         if not selected._share(index):
-            selected._unshare()
-            selected._map(lambda tensor: tensor.index_select(0, index))
+            selected._take(index)
         if selected.lengths is not None:
             selected.lengths = selected.lengths.index_select(0, index)
         selected._batch_size = len(index)
@@ -458,7 +460,7 @@ class TransfoXLMemory(Cache):
 
     def _share(self, index: torch.Tensor) -> bool:
         """Take streams so that rows share what they go on from; `False` if these rows share nothing."""
-        if self.storage != "keys_values" or self.lengths is not None:
+        if self.storage != "keys_values" or self.lengths is not None or not self.may_share:
             return False
         shared = self.layers[0].shared
         groups = index if shared is None else index // shared.rows_each
@@ -467,28 +469,36 @@ class TransfoXLMemory(Cache):
         if rows_each < 2 or (counts != rows_each).any():
             return False
 
-        def select(states: torch.Tensor) -> torch.Tensor:
-            is_all = torch.equal(groups, torch.arange(len(states), device=groups.device))
-            return states if is_all else states.index_select(0, groups)
-
+        num_groups = len(next(iter(self.layers[0].tensors.values()))) if shared is None else len(shared.keys)
+        is_all = torch.equal(groups, torch.arange(num_groups, device=groups.device))
         for layer in self.layers:
-            keys, values = layer.tensors["keys"], layer.tensors["values"]
-            if layer.shared is not None:
-                common = SharedStates(select(layer.shared.keys), select(layer.shared.values), rows_each)
-                own = {name: tensor.index_select(0, index) for name, tensor in layer.tensors.items()}
-            else:
-                common = SharedStates(select(keys), select(values), rows_each)
+            if layer.shared is None:
+                common = SharedStates(**layer.tensors, rows_each=rows_each)
                 own = {
                     name: tensor.new_empty(len(index), tensor.shape[1], 0, tensor.shape[3])
                     for name, tensor in layer.tensors.items()
                 }
-            layer.replace(own, common)
+            else:
+                common = dataclasses.replace(layer.shared, rows_each=rows_each)
+                own = {name: tensor.index_select(0, index) for name, tensor in layer.tensors.items()}
+            layer.replace(own, common if is_all else common.map(lambda states: states.index_select(0, groups)))
+        self.rolling = None
         return True
 
-    def _unshare(self) -> None:
-        """Give each row its own copy of what rows share."""
+    def _take(self, index: torch.Tensor) -> None:
+        """Take streams, each with its own copy of what rows shared."""
+        if self.layers[0].shared is None:
+            self._map(lambda tensor: tensor.index_select(0, index))
+        else:
+            self._unshare(index)
+
+    def _unshare(self, rows: torch.Tensor | None = None) -> None:
+        """Give each row, or each of these rows, its own copy of what rows share, if they do."""
+        if self.layers[0].shared is None:
+            return
         for layer in self.layers:
-            layer.replace(layer.unshared)
+            layer.replace(layer.unshared(rows))
+        self.rolling = None
 
     @classmethod
     def concatenate(cls, memories: Sequence["TransfoXLMemory"]) -> "TransfoXLMemory":
@@ -521,6 +531,7 @@ class TransfoXLMemory(Cache):
                     parts.append(F.pad(part, (0, 0, length - part.shape[-2], 0)))
                 tensors[name] = torch.cat(parts)
             layer.replace(tensors)
+        joined.rolling = None
         if length:
             device = next(iter(joined.layers[0].tensors.values())).device
             joined.lengths = torch.cat(
@@ -559,7 +570,8 @@ class TransfoXLMemory(Cache):
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for layer in self.layers:
             tensors = {name: function(tensor) for name, tensor in layer.tensors.items()}
-            layer.replace(tensors, layer.shared and layer.shared.map(function))
+            layer.replace(tensors, None if layer.shared is None else layer.shared.map(function))
+        self.rolling = None
 
     def __copy__(self) -> "TransfoXLMemory":
         """A branch: it shares what is stored so far, which is never changed in place, and nothing later."""
@@ -632,7 +644,10 @@ class TransfoXLMemory(Cache):
         return {name: getattr(self, name) for name in names} | {"num_layers": len(self.layers)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors by name, and under `"settings"` and `"progress"` what else is needed to go on exactly."""
+        """Tensors by name, and under `"settings"` and `"progress"` what else is needed to go on from them.
+
+        What rows share is saved for each row.
+        """
         # contiguous: without the room behind them
         tensors = {name: tensor.contiguous() for name, tensor in self._named_tensors().items()}
         return {**tensors, "settings": self._settings(), "progress": self._progress()}
@@ -641,7 +656,7 @@ class TransfoXLMemory(Cache):
         tensors = {
             f"layers.{index}.{name}": tensor
             for index, layer in enumerate(self.layers)
-            for name, tensor in layer.unshared.items()
+            for name, tensor in layer.unshared().items()
         }
         return tensors if self.lengths is None else {**tensors, "lengths": self.lengths}
 

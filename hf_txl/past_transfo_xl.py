@@ -110,15 +110,20 @@ class Past:
         num_distances, num_future, smaller = layout.key_length, layout.query_length, None
         if store is not None and keeps:
             compiles = torch.compiler.is_compiling()
-            # all that calls like this one will ask for
+            # all distances that calls with as many queries will ask for: a program knows one size only
             longest = max(num_distances, self.reach + num_future)
+            needed = longest if compiles else num_distances
             kept = getattr(store, "relative_keys", None) if self.goes_on else None
-            if kept is not None and kept.fits(num_future, self.clamp_len, self.dtype, self.device):
-                if kept.num_distances >= (longest if compiles else num_distances):
+            if kept is not None and kept.fits(self.clamp_len, self.dtype, self.device):
+                if kept.num_distances >= needed and kept.num_future >= num_future:
                     return kept
-                smaller, num_future = kept, kept.num_future
-            # a short text needs little of it, and a long one makes it in a few pieces; a program knows one size only
-            num_distances = longest if compiles else min(longest, 2 * num_distances)
+                if not compiles:
+                    smaller, num_future = kept, max(num_future, kept.num_future)
+            if smaller is not None and smaller.num_distances >= needed:
+                num_distances = smaller.num_distances
+            else:
+                # a short text needs little of the table, and a long one makes it in a few pieces
+                num_distances = longest if compiles else min(longest, 2 * num_distances)
         distances = torch.arange(num_distances - 1, -num_future - 1, -1, device=self.device)
         distances = distances.clamp(min=0)
         embeddings = None

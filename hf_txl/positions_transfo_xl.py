@@ -134,9 +134,10 @@ class RelativeKeys:
     """Position table of one call and, where keys and values are kept, what each layer makes of it.
 
     Rows run from the largest distance to zero and are followed by `num_future` rows for keys that lie in the future of
-    a query, which the mask removes. What a layer makes of the table depends on no input, so while a stream is read
-    without gradients it is computed once per layer; the object then lives on the cache, whose keys are frozen in the
-    same way, and never on a module, whose weights may change.
+    a query, which the mask removes. What a layer makes of a row depends on no input, so while a stream is read without
+    gradients it is computed once, when the stream first needs it; the object then lives on the cache, whose keys are
+    frozen in the same way, and never on a module, whose weights may change. Branches of a cache may read it at once,
+    in threads too: rows are added and never changed.
 
     Args:
         distances (`torch.Tensor` of shape `(num_distances + num_future,)`): `num_distances - 1 … 0`, then zeros.
@@ -146,7 +147,7 @@ class RelativeKeys:
         embeddings (`torch.Tensor` of shape `(num_distances + num_future, d_model)`, *optional*):
             Sinusoids, for the kinds that read them.
         keeps (`bool`): Whether the layers' rows are kept.
-        smaller (`RelativeKeys`, *optional*): Table of the same kind and `num_future`, whose rows are taken over.
+        smaller (`RelativeKeys`, *optional*): Table of no more rows of either sort, whose rows are taken over.
     """
 
     def __init__(
@@ -168,16 +169,14 @@ class RelativeKeys:
         self.embeddings = embeddings
         self.keeps = keeps
         self.smaller = smaller
+        if smaller is not None:
+            # it has served, and must not keep a chain of others alive
+            smaller.smaller = None
         self.rows: dict[int, torch.Tensor] = {}
 
-    def fits(self, query_length: int, clamp_len: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the rows serve a call, as far as their distances reach."""
-        return (
-            clamp_len == self.clamp_len
-            and query_length <= self.num_future
-            and self.dtype == dtype
-            and self.distances.device == device
-        )
+    def fits(self, clamp_len: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the rows serve a call, as far as they reach."""
+        return clamp_len == self.clamp_len and self.dtype == dtype and self.distances.device == device
 
     def sinusoids(self) -> torch.Tensor:
         """`(num_distances + num_future, d_model)`, for a kind whose `uses_sinusoids` is set."""
@@ -196,21 +195,24 @@ class RelativeKeys:
                 # distances side by side in memory: a query then meets all of them at the speed of reading
                 rows = rows.movedim(0, -1).contiguous().movedim(-1, 0)
                 self.rows[layer_idx] = rows
+            if smaller is not None and len(self.rows) >= len(smaller.rows):
+                # every layer has taken its rows over
+                self.smaller = None
         return self.of_call(rows, layout)
 
     def _extend(
         self, smaller: "RelativeKeys", layer_idx: int, make_rows: Callable[["RelativeKeys"], torch.Tensor]
     ) -> torch.Tensor:
-        """The rows of a smaller table, with those of the distances that it does not reach in front."""
-        if layer_idx not in smaller.rows:
+        """The rows of a smaller table between those of the distances that it does not reach and more future keys."""
+        rows = smaller.rows.get(layer_idx)
+        if rows is None:
             return make_rows(self)
-        farther = slice(self.num_distances - smaller.num_distances)
-        embeddings = None if self.embeddings is None else self.embeddings[farther]
-        beyond = RelativeKeys(self.distances[farther], 0, self.clamp_len, self.dtype, embeddings, keeps=False)
-        if len(self.rows) + 1 == len(smaller.rows):
-            # this was its last layer
-            self.smaller = None
-        pieces = (make_rows(beyond), smaller.rows[layer_idx])
+        # a future key has the row of distance 0, and so has the last row
+        pieces = [rows, rows[-1:].expand(self.num_future - smaller.num_future, *rows.shape[1:])]
+        if farther := self.num_distances - smaller.num_distances:
+            embeddings = None if self.embeddings is None else self.embeddings[:farther]
+            beyond = RelativeKeys(self.distances[:farther], 0, self.clamp_len, self.dtype, embeddings, keeps=False)
+            pieces.insert(0, make_rows(beyond))
         return torch.cat([piece.movedim(0, -1) for piece in pieces], dim=-1).movedim(-1, 0)
 
     def for_one_layer(self) -> "RelativeKeys":

@@ -12,7 +12,9 @@ from transformers import DynamicCache, StaticCache, Trainer, TrainingArguments
 from transformers.utils import logging as library_logging
 
 from hf_txl import TransfoXLForSequenceClassification, TransfoXLMemory, TransfoXLModel
+from hf_txl.attention_transfo_xl import TransfoXLAttention
 from hf_txl.conversion.slow_model import SlowMemory
+from hf_txl.positions_transfo_xl import RelativeKeys
 from tests.helpers import assert_close, cut, read_in_segments
 from tests.model.tiny_models import slow_log_probabilities, slow_twin
 from tests.t0 import (
@@ -750,30 +752,41 @@ def change_position_projections(model: Any) -> None:
             layer.dec_attn.r_net.weight.data.mul_(3.0)
 
 
-@pytest.mark.parametrize("segments", [[1] * 40, [4, 4, 4, 4], [2, 5, 1, 1, 4, 1], [1, 3, 30, 1, 9, 40]])
+@pytest.mark.parametrize(
+    "segments", [[1] * 40, [4, 4, 4, 4], [2, 5, 1, 1, 4, 1], [1, 3, 30, 1, 9, 40], [40, 1, 1], [1, 5, 20, 21, 21]]
+)
 @torch.no_grad()
-def test_each_distance_is_projected_once_per_layer_and_stream(segments: list[int]) -> None:
-    model = make_model(mem_len=20)
-    projected: list[list[torch.Tensor]] = [[], [], []]
-    for layer, rows in zip(model.transformer.layers, projected, strict=True):
-        layer.dec_attn.r_net.register_forward_hook(lambda module, args, output, rows=rows: rows.append(args[0]))
+def test_each_distance_is_projected_once_per_layer_and_stream(
+    segments: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none that is far from being needed."""
+    model = make_model(mem_len=20, n_layer=2)
+    projected: list[list[int]] = [[], []]
+    make_rows = TransfoXLAttention.make_rows
+
+    def note_distances(attention: TransfoXLAttention, relative_keys: RelativeKeys) -> torch.Tensor:
+        projected[attention.layer_idx] += relative_keys.distances.tolist()
+        return make_rows(attention, relative_keys)
+
+    monkeypatch.setattr(TransfoXLAttention, "make_rows", note_distances)
     memory = model.init_memory(2)
-    longest = max(segments)
-    model(random_ids(2, longest), cache=memory)
-    few = len(projected[0][0])
-    # a text as short as this asks for little of the table
-    assert few <= 2 * longest + longest
-    read_in_segments(model, random_ids(2, sum(segments)), segments, memory)
-    for rows in projected:
-        table = torch.cat(rows)
-        # the distance 0 stands for all future keys too; its sines are 0 and its cosines 1
-        is_zero = (table == table[-1:]).all(-1) if len(rows) == 1 else (table[:, :16] == 0).all(-1)
-        distant = table[~is_zero]
-        assert len(distant.unique(dim=0)) == len(distant) <= 20 + longest
-    counts = [sum(map(len, rows)) for rows in projected]
-    memory.reset()
-    model(random_ids(2, longest), cache=memory)
-    assert [sum(map(len, rows)) for rows in projected] == [count + few for count in counts]
+    for _ in range(2):
+        for length in segments:
+            keys = memory.stored_length + length
+            model(random_ids(2, length), cache=memory)
+            for distances in projected:
+                distant = [distance for distance in distances if distance > 0]
+                assert len(set(distant)) == len(distant) and keys - 1 <= len(distant) < 2 * 20 + 2 * max(segments)
+                # distance 0 stands for all future keys too
+                assert distances.count(0) <= 1 + max(segments)
+        # twice what a first segment needs, at most
+        first = segments[0]
+        memory.reset()
+        projected[:] = [], []
+        model(random_ids(2, first), cache=memory)
+        assert all(max(distances) < 2 * first for distances in projected)
+        memory.reset()
+        projected[:] = [], []
 
 
 RESTARTS: dict[str, Callable[[Any, TransfoXLMemory], TransfoXLMemory]] = {

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_txl import TransfoXLMemory
+from hf_txl.attention_transfo_xl import eager_attention
 from hf_txl.scoring import score_continuations
+from hf_txl.sharing_transfo_xl import SharedStates
 from tests.helpers import assert_close
 from tests.model.test_kinds import RELATIVE
 from tests.model.test_kinds import make_model as make_model_of_kind
@@ -119,16 +122,22 @@ def test_pads_and_restarts_end_the_sharing_and_change_no_number() -> None:
 
 
 @torch.no_grad()
-def test_a_program_reads_memories_that_rows_share() -> None:
+def test_a_program_gives_each_row_its_own_copy_once() -> None:
+    """One program takes the shared memory apart, and another serves all that follows, reordered or not."""
     model = tiny_model(mem_len=30).double()
     once, copies = read_text(model, rows=3, texts=1)
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     run = torch.compile(model, fullgraph=True, backend="eager")
     shared = once.select([0, 0, 0])
-    for seed in range(3):
+    for seed in range(12):
         ids = random_ids(3, 1, seed=seed)
         actual, expected = run(ids, cache=shared).logits, model(ids, cache=copies).logits
         assert_close(f"token {seed}", actual, expected, ROUNDING)
+        for memory in (shared, copies):
+            memory.reorder_cache(torch.tensor([2, 2, 2] if seed % 3 else [1, 0, 2]))
+    assert not is_shared(shared) and is_shared(copies)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
     torch._dynamo.reset()
 
 
@@ -166,6 +175,18 @@ def test_nothing_as_large_as_a_copy_for_each_row_is_made() -> None:
 
 
 @torch.no_grad()
+def test_few_rows_of_many_are_taken_without_a_copy_of_all() -> None:
+    model = tiny_model(mem_len=300, d_head=16, same_length=True, cutoffs=[], div_val=1)
+    memory = model.init_memory(1)
+    model(random_ids(1, 300), cache=memory)
+    shared = memory.select([0] * 50)
+    model(random_ids(50, 1), cache=shared)
+    with BuiltTensors() as built:
+        shared.select([5])
+    assert 0 < built.largest < 3 * memory.layers[0].keys.nbytes
+
+
+@torch.no_grad()
 def test_branches_of_a_shared_memory_are_apart() -> None:
     model = tiny_model(mem_len=30).double()
     once, copies = read_text(model, rows=3)
@@ -193,3 +214,89 @@ def test_hypotheses_score_as_each_joined_text(batch_size: int) -> None:
             log_probabilities = model(text).logits.log_softmax(-1)[0, len(context) - 1 : -1]
         expected = log_probabilities.gather(-1, hypothesis[:, None]).sum()
         assert_close("score", score, expected, ROUNDING)
+
+
+@pytest.fixture
+def meetings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Groups, and rows of each, whenever queries meet keys that rows share."""
+    seen = []
+    scores = SharedStates.scores
+
+    def note_rows(shared: SharedStates, query: torch.Tensor) -> torch.Tensor:
+        seen.append((len(shared.keys), shared.rows_each))
+        return scores(shared, query)
+
+    monkeypatch.setattr(SharedStates, "scores", note_rows)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("options", "rows_each"),
+    [
+        ({"num_beams": 3}, 3),
+        ({"num_return_sequences": 4, "do_sample": True}, 4),
+        ({"num_beams": 4, "do_sample": True, "num_return_sequences": 2}, 4),
+    ],
+)
+def test_beams_and_samples_share_the_memory_that_they_go_on_from(
+    options: dict[str, Any], rows_each: int, meetings: list[tuple[int, int]]
+) -> None:
+    model = tiny_model(mem_len=30)
+    once, _ = read_text(model, rows=1)
+    plain = {"max_new_tokens": 7, "pad_token_id": 0, "eos_token_id": None}
+    model.generate(random_ids(2, 3), cache=once, **plain, **options)
+    # two layers; the prompt and six tokens
+    assert meetings == [(2, rows_each)] * 2 * 7
+
+
+def test_hypotheses_share_the_memory_of_their_context(meetings: list[tuple[int, int]]) -> None:
+    model = tiny_model(mem_len=30)
+    score_continuations(model, random_ids(1, 9)[0], [random_ids(1, 4)[0]] * 5, batch_size=3)
+    assert meetings == [(1, 3)] * 2 + [(1, 2)] * 2
+
+
+def test_a_registered_attention_function_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(mem_len=30).double()
+    once, copies = read_text(model, rows=3)
+    calls = []
+
+    def attend(module: Any, query: torch.Tensor, *states: Any, **options: Any) -> Any:
+        calls.append(query.shape[0])
+        key, value = states[:2]
+        return eager_attention(
+            module, query, key, value, options["position_bias"], options["scaling"], options["dropout"]
+        )
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "of the user", attend)
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "of the user")
+    shared, ids = once.select([0, 0, 0, 1, 1, 1]), random_ids(6, 2, seed=5)
+    with torch.no_grad():
+        actual = model(ids, cache=shared).logits
+        assert calls == [6, 6]
+        assert_close("logits", actual, model(ids, cache=copies).logits, ROUNDING)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@torch.no_grad()
+def test_whatever_rows_read_and_are_chosen_each_is_its_own_text(seed: int) -> None:
+    """With a window, what a row gives is what one pass over all that it has read gives."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(most: int, size: int = 1) -> list[int]:
+        return torch.randint(0, most, (size,), generator=generator).tolist()
+
+    model = tiny_model(mem_len=(4, 9, 30)[seed % 3], same_length=True, cutoffs=[], div_val=1).double()
+    memory, texts = model.init_memory(2), [torch.empty(0, dtype=torch.long)] * 2
+    for step in range(25):
+        if step % 2 == 0:
+            length = (1, 1, 2, 6, 17)[draw(5)[0]]
+            ids = random_ids(len(texts), length, seed=100 * seed + step)
+            actual = model(ids, cache=memory).logits
+            texts = [torch.cat([text, row]) for text, row in zip(texts, ids, strict=True)]
+            for row, text in enumerate(texts):
+                expected = model(text[None], use_cache=False).logits[0, -length:]
+                assert_close(f"step {step}, row {row}", actual[row], expected, ROUNDING)
+            continue
+        rows = sorted(draw(len(texts), 1 + draw(3)[0])) if draw(2)[0] else draw(len(texts), 1 + draw(4)[0])
+        rows = [row for row in rows for _ in range(1 + step % 3)]
+        memory, texts = memory.select(rows), [texts[row] for row in rows]

@@ -310,7 +310,7 @@ def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @every_kind
 def test_saved_state_goes_on_exactly(stores: str, lengths: str, memory_init: str) -> None:
-    """Through a file that is read without unpickling objects; C111 needs it."""
+    """Through a file that is read without unpickling objects; C111 needs it, for hidden states to the last bit."""
     streams = make_streams(stores, lengths, memory_init)
     file = io.BytesIO()
     torch.save(streams.memory.state_dict(), file)
@@ -322,8 +322,8 @@ def test_saved_state_goes_on_exactly(stores: str, lengths: str, memory_init: str
     with torch.no_grad():
         expected = streams.model(ids, cache=copy.copy(streams.memory)).logits
         actual = streams.model(ids, cache=copy.copy(restored)).logits
-    # in a saved state rows share nothing, and sums are taken in another order
-    assert_close("logits", actual, expected, ROUNDING if lengths in SHARED_LENGTHS else 0.0)
+    # beside keys lie projected distances and what rows share, which are made again, in other pieces
+    assert_close("logits", actual, expected, ROUNDING if stores == "keys_values" else 0.0)
     assert_goes_on(streams, restored, streams.read)
 
 
