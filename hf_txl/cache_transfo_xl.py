@@ -503,6 +503,8 @@ class TransfoXLMemory(Cache):
     @classmethod
     def concatenate(cls, memories: Sequence["TransfoXLMemory"]) -> "TransfoXLMemory":
         """One memory of all the streams of several memories with the same settings, in order."""
+        if not memories:
+            raise ValueError("`memories` must hold at least one memory, but is empty.")
         first = memories[0]
         for memory in memories:
             if memory.batch_size is None:
@@ -554,6 +556,8 @@ class TransfoXLMemory(Cache):
                     f"`rows` must have one boolean per stream ({self.batch_size}), but has shape {list(index.shape)}."
                 )
             return index.nonzero().flatten()
+        if index.is_floating_point() and index.numel():
+            raise ValueError(f"`rows` must hold indices or a boolean per stream, but has dtype {index.dtype}.")
         index = index.long().flatten()
         if ((index < 0) | (index >= self.batch_size)).any():
             raise ValueError(f"`rows` must be between 0 and {self.batch_size - 1}, but is {index.tolist()}.")
@@ -664,7 +668,7 @@ class TransfoXLMemory(Cache):
         return {"_batch_size": self.batch_size, "shortest": self.shortest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where another memory of the same settings was; refuses other settings, naming them."""
+        """Continue where another memory of the same settings was; refuses other settings and layers, naming them."""
         different = {
             name: (value, state["settings"].get(name))
             for name, value in self._settings().items()
@@ -674,13 +678,22 @@ class TransfoXLMemory(Cache):
             raise ValueError(
                 f"`state` must come from a memory of the same settings, but differs in (here, there): {different}."
             )
+        tensors: list[dict[str, Any]] = []
+        for index in range(len(self.layers)):
+            prefix = f"layers.{index}."
+            tensors.append({name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)})
+        names = [sorted(of_layer) for of_layer in tensors]
+        if names[0] not in ([], ["hidden_states"], ["keys", "values"]) or names != names[:1] * len(names):
+            raise ValueError(
+                "`state` must have `hidden_states`, `keys` and `values`, or nothing, the same for each layer, but its "
+                f"layers have {names}."
+            )
         self._forget()
         for name, value in state["progress"].items():
             setattr(self, name, value)
         self.lengths = state.get("lengths")
-        for index, layer in enumerate(self.layers):
-            prefix = f"layers.{index}."
-            layer.replace({name.removeprefix(prefix): state[name] for name in state if name.startswith(prefix)})
+        for layer, of_layer in zip(self.layers, tensors, strict=True):
+            layer.replace(of_layer)
 
     # --- what the library's generate asks
 

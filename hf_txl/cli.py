@@ -143,11 +143,17 @@ def generate(
 
     logging.disable_progress_bar()
     with _errors_as_messages():
-        tokenizer = AutoTokenizer.from_pretrained(model)
         lengths = {} if mem_len is None else {"mem_len": mem_len}
-        loaded = TransfoXLForCausalLM.from_pretrained(model, **lengths)
-        if not json_:
-            typer.echo(prompt, nl=False)
+        with _loading(model):
+            tokenizer = AutoTokenizer.from_pretrained(model)
+            loaded = TransfoXLForCausalLM.from_pretrained(model, **lengths)
+        # shown with the first piece, when nothing can be wrong any more
+        unseen = [prompt]
+
+        def write(piece: str) -> None:
+            typer.echo("".join([*unseen, piece]), nl=False)
+            unseen.clear()
+
         result = generate_text(
             loaded,
             tokenizer,
@@ -160,7 +166,7 @@ def generate(
             seed=seed,
             stop_strings=stop,
             suppress_unknown=no_unknown,
-            write=None if json_ else lambda piece: typer.echo(piece, nl=False),
+            write=None if json_ else write,
         )
     if json_:
         typer.echo(json.dumps({**asdict(result), "tokens_per_second": result.tokens_per_second}, ensure_ascii=False))
@@ -218,6 +224,17 @@ def _errors_as_messages() -> Iterator[None]:
         except (ValueError, OSError, ImportError, RuntimeError) as error:
             typer.echo(f"Error: {error}", err=True)
             raise typer.Exit(2) from error
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """A damaged file makes whatever error its reader makes; say whose it is."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError, RuntimeError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{name} could not be loaded: {type(error).__name__}: {error}") from error
 
 
 @contextmanager

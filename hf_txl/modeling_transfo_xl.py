@@ -558,37 +558,57 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
 
     # --- generation
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Generate tokens; see the library's `generate`.
 
         `cache=` (or `past_key_values=`) takes a [`TransfoXLMemory`], which then holds the stream so far; the ids are
-        new ones, and the memory advances by all of them but the last generated token. Without it the library's own
-        cache gives the same numbers under the window rule.
+        new ones, and the memory advances by all of them but the last generated token. It is read and written whatever
+        `use_cache` says. Beams and several returned sequences go on from it side by side and leave it where it is;
+        with `return_dict_in_generate` theirs is returned. Without a memory the library's own cache gives the same
+        numbers under the window rule.
         """
         cache = merge_caches(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
         if cache is not None:
             kwargs[CACHE_NAME] = cache
-        given = kwargs.get("generation_config") or self.generation_config
+
+        def setting(name: str) -> Any:
+            """What counts: the call's word, then its configuration's, then the model's."""
+            if name in kwargs:
+                return kwargs[name]
+            given = (getattr(config, name, None) for config in (generation_config, self.generation_config))
+            return next((value for value in given if value is not None), None)
+
         # the library's own criterion fails with tokenizers that do not know the word it tries
-        if stop_strings := kwargs.pop("stop_strings", None) or given.stop_strings:
+        if stop_strings := setting("stop_strings"):
             stop = StopTexts(kwargs.get("tokenizer"), stop_strings)
             kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), stop])
-            if given.stop_strings:
-                kwargs["generation_config"] = copy.copy(given)
-                kwargs["generation_config"].stop_strings = None
-        if (kwargs.get("cache_implementation") or given.cache_implementation) == "quantized":
+            kwargs.pop("stop_strings", None)
+            if generation_config is not None:
+                generation_config = copy.copy(generation_config)
+                generation_config.stop_strings = None
+            if self.generation_config.stop_strings:
+                kwargs["stop_strings"] = None
+        if setting("cache_implementation") == "quantized":
             raise ValueError(
                 "`cache_implementation` must not be 'quantized': the library quantises caches of full attention only, "
                 "and this model's is a sliding window."
             )
-        if isinstance(cache, TransfoXLMemory):
-            if kwargs.get("prefill_chunk_size", given.prefill_chunk_size) is not None:
-                raise ValueError("`prefill_chunk_size` must be None with a `TransfoXLMemory`; feed segments yourself.")
-            if kwargs.get("assistant_model") is not None or kwargs.get("prompt_lookup_num_tokens") is not None:
-                raise ValueError("Assisted decoding takes tokens back, which a `TransfoXLMemory` cannot do.")
         remembers = self.config.sliding_window > 1 and not self.config.is_absolute
         if isinstance(cache, TransfoXLMemory):
+            if setting("prefill_chunk_size") is not None:
+                raise ValueError("`prefill_chunk_size` must be None with a `TransfoXLMemory`; feed segments yourself.")
+            if kwargs.get("assistant_model") is not None or setting("prompt_lookup_num_tokens") is not None:
+                raise ValueError("Assisted decoding takes tokens back, which a `TransfoXLMemory` cannot do.")
+            mask = kwargs.get("attention_mask")
+            if mask is not None and not (mask != 0).any(dim=-1).all():
+                raise ValueError(
+                    "`attention_mask` must have a real token in each row, from which the first new one is predicted, "
+                    f"but has {(mask != 0).sum(dim=-1).tolist()}."
+                )
             remembers = cache.mem_len > 0
+            if remembers:
+                # else each step would read the whole text behind the memory of it
+                kwargs["use_cache"] = True
         if not remembers:
             if kwargs.get("inputs_embeds") is not None:
                 raise ValueError(
@@ -598,7 +618,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
                 )
             # every step reads the whole segment again
             kwargs["use_cache"] = False
-        return super().generate(*args, **kwargs)
+        return super().generate(inputs, generation_config, *args, **kwargs)
 
     def _sample(
         self,
@@ -639,7 +659,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         mask = inputs.get("attention_mask")
         if mask is not None and isinstance(inputs.get(CACHE_NAME), TransfoXLMemory):
             ids = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
-            # the memory knows which of its positions are real, and a generated token is
+            # the memory knows which of its positions are real, and a single token is: a generated one, or a prompt of
+            # which the library may think that it is a pad
             inputs["attention_mask"] = mask[:, -ids.shape[1] :] if ids.shape[1] > 1 else None
         return inputs
 
@@ -650,8 +671,13 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:  # type: ignore[override]
         """Beams and several returned sequences each go on from their row's memory, which they share."""
-        memory = kwargs.get(CACHE_NAME)
+        memory, ids = kwargs.get(CACHE_NAME), kwargs.get("input_ids")
         if expand_size > 1 and isinstance(memory, TransfoXLMemory):
+            if ids is not None and memory.batch_size not in (None, len(ids)):
+                raise ValueError(
+                    f"`cache` must have the batch size of the prompt ({len(ids)}), but holds {memory.batch_size} "
+                    "streams; each row is repeated for its beams or sequences."
+                )
             kwargs[CACHE_NAME] = memory = copy.copy(memory)
             memory.batch_repeat_interleave(expand_size)
         return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)  # type: ignore[misc]

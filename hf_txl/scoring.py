@@ -6,8 +6,8 @@ How long a memory is, how distances are clamped and so on (`mem_len`, `clamp_len
 matter of the memory: every function takes these settings, by default those of the model's configuration.
 
 With `same_length=True`, or while everything fits into a memory that starts empty, no result depends on where segments
-are cut. Otherwise a token sees all of the memory and what precedes it in its own segment, so `segment_length` is a
-part of the setting.
+are cut, unless positions are absolute. Otherwise a token sees all of the memory and what precedes it in its own
+segment, so `segment_length` is a part of the setting.
 """
 
 import copy
@@ -334,9 +334,9 @@ def score_continuations(
 ) -> torch.Tensor:
     """Log-probability of each continuation of one context: rescoring of an n-best list.
 
-    The context is read once, and the hypotheses share its memory. With `same_length=True`, or if a
-    memory that starts empty is long enough for context and continuation, the result is that of scoring each joined
-    text.
+    The context is read once, and the hypotheses share its memory. With `same_length=True`, or if a memory that starts
+    empty is long enough for context and continuation, the result is that of scoring each joined text, unless positions
+    are absolute.
 
     Args:
         model ([`TransfoXLForCausalLM`]): The model.
@@ -371,7 +371,7 @@ def embed_documents(
     """One vector for each document of any length: the hidden state of its last token, which has read the document.
 
     Documents are read in segments with a memory, those of similar length together; the result is that of each document
-    alone. With `same_length=True` it is that of one pass over the whole document.
+    alone. With `same_length=True` and relative positions it is that of one pass over the whole document.
 
     Args:
         model ([`TransfoXLModel`] or a model with a head): The model.

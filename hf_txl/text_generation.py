@@ -4,6 +4,7 @@ What `hf-txl generate` does. The context's memory is all that is kept of it, so 
 text makes a token cost more.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TextStreamer, set_seed
 
 from .cache_transfo_xl import TransfoXLMemory
+from .data import check_sizes
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .tokenization_transfo_xl import encode_file
 
@@ -94,10 +96,10 @@ def generate_text(
         context_file (`str` or `Path`, *optional*): A text that is read before the prompt, line by line as in training.
         max_new_tokens (`int`, defaults to 100): Tokens to write. An end-of-line token does not end the text.
         top_k, top_p, temperature:
-            How to sample; a `temperature` of 0 takes the likeliest token. The defaults are those with which the
-            published WikiText-103 model is usually sampled.
+            How to sample; a `temperature` or a `top_p` of 0 takes the likeliest token. The defaults are those with
+            which the published WikiText-103 model is usually sampled.
         seed (`int`, defaults to 0): Of the sampling.
-        stop_strings (`list[str]`, *optional*): Texts after which to stop.
+        stop_strings (`list[str]`, *optional*): Texts after which to stop, line breaks as they are shown.
         suppress_unknown (`bool`, defaults to `False`): Never choose the token of unknown words.
         segment_length (`int`, defaults to 128): Tokens of the context that are read at once.
         write (`Callable[[str], object]`, *optional*): Gets the text piece by piece as it comes.
@@ -109,10 +111,18 @@ def generate_text(
     Raises:
         ValueError: if there is neither prompt nor context, or a setting is out of its range.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"`max_new_tokens` must be at least 1, but is {max_new_tokens}.")
-    if temperature < 0:
-        raise ValueError(f"`temperature` must be 0 (the likeliest token) or more, but is {temperature}.")
+    check_sizes(max_new_tokens=max_new_tokens, segment_length=segment_length)
+    # scores over a smaller number would be infinite
+    if not (temperature == 0 or 1e-30 <= temperature < math.inf):
+        raise ValueError(f"`temperature` must be 0 (the likeliest token) or at least 1e-30, but is {temperature}.")
+    if top_k is not None and top_k < 0:
+        raise ValueError(f"`top_k` must be 0 (all tokens) or more, but is {top_k}.")
+    if top_p is not None and not 0 <= top_p <= 1:
+        raise ValueError(f"`top_p` must be between 0 and 1, but is {top_p}.")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"`seed` must be between 0 and 2**32 - 1, but is {seed}.")
+    if stop_strings is not None and not all(stop_strings):
+        raise ValueError(f"`stop_strings` must be texts that are not empty, but are {stop_strings!r}.")
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(
             f"`tokenizer` must have at most as many tokens as the model ({model.config.vocab_size}), but has "
@@ -134,22 +144,35 @@ def generate_text(
         read_context(model, context_ids, memory, segment_length=segment_length, progress=progress)
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
+        top_p = 1.0 if top_p is None else top_p
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p}
     settings = {**sampling, "max_new_tokens": max_new_tokens, "seed": seed}
     choices: dict[str, Any] = dict(sampling)
     if suppress_unknown and tokenizer.unk_token_id is not None:
         choices["suppress_tokens"] = [tokenizer.unk_token_id]
     if stop_strings:
-        choices |= {"stop_strings": stop_strings, "tokenizer": tokenizer}
+        # a line break that is shown may be an end token
+        as_tokens = [text.replace("\n", tokenizer.eos_token) for text in stop_strings if tokenizer.eos_token]
+        choices["stop_strings"] = sorted({*stop_strings, *as_tokens})
     set_seed(seed)
     started = time.perf_counter()
     output = model.generate(
         prompt_ids[None].to(model.device),
+        # without it the library takes each token 0 for a pad, which ends a line in word-level vocabularies
+        attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long, device=model.device),
         cache=memory,
         max_new_tokens=max_new_tokens,
         # the end token of word-level models ends a line, and a text has many
         eos_token_id=None,
         pad_token_id=0,
+        tokenizer=tokenizer,
+        # whatever the model's configuration says, here one text is written from a memory, piece by piece
+        num_beams=1,
+        num_return_sequences=1,
+        return_dict_in_generate=False,
+        prefill_chunk_size=None,
+        prompt_lookup_num_tokens=None,
+        cache_implementation=None,
         streamer=None if write is None else PieceStreamer(tokenizer, write),
         **choices,
     )

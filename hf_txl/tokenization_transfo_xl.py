@@ -17,6 +17,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
@@ -463,9 +464,18 @@ def encode_file(
     settings = tokenizer.init_kwargs
     if settings.get("mode") == "bytes" and around == ([], []) and not settings.get("lower_case"):
         return _encode_bytes(tokenizer, np.fromfile(path, dtype=np.uint8))
-    with open(path, encoding="utf-8-sig") as lines:
+    with _utf8(path), open(path, encoding="utf-8-sig") as lines:
         encoded = encode_lines(tokenizer, lines, line_start=line_start, line_end=line_end)
         return np.fromiter(chain.from_iterable(encoded), dtype=np.int64)
+
+
+@contextmanager
+def _utf8(path: str | os.PathLike) -> Iterator[None]:
+    """Name the file that is not what it must be."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be a text in UTF-8, but is not: {error}.") from error
 
 
 def _encode_bytes(tokenizer: PreTrainedTokenizerBase, content: np.ndarray) -> np.ndarray:
@@ -540,13 +550,11 @@ def _read(texts: Iterable[str | os.PathLike], as_bytes: bool) -> Iterator[str | 
             # counted here: where bars are switched off, the library's has no count
             shown = 0
             pieces = iter(lambda: content.read(BATCH_CHARACTERS), b"") if as_bytes else lines
-            try:
+            with _utf8(text):
                 for piece in pieces:
                     bar.update(content.tell() - shown)
                     shown = content.tell()
                     yield piece
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{text} must be a text in UTF-8, but is not: {error}.") from error
 
 
 __all__ = ["TransfoXLTokenizer", "build_vocabulary", "encode_file", "encode_lines"]

@@ -78,6 +78,20 @@ def slow_memory_after(model: Any, tokens: torch.Tensor, **settings: Any) -> Slow
     return memory
 
 
+GIVEN_AS = ["keyword", "generation_config", "second argument", "configuration of the model"]
+
+
+def as_given(model: Any, given_as: str, options: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of `generate` behind the prompt that mean these options."""
+    if given_as == "keyword":
+        return [], options
+    if given_as == "configuration of the model":
+        model.generation_config.update(**options)
+        return [], {}
+    config = GenerationConfig(**options)
+    return ([config], {}) if given_as == "second argument" else ([], {"generation_config": config})
+
+
 class Calls:
     """Records what the model is fed while it is used as a context."""
 
@@ -739,16 +753,14 @@ def test_ragged_prompts_decode_alike_in_other_ways(way: str) -> None:
         assert output[row, 8:].tolist() == by_hand(model, prompts[row, pad:], 8), f"row {row}"
 
 
-@pytest.mark.parametrize("given_as", ["keyword", "generation_config"])
+@pytest.mark.parametrize("given_as", GIVEN_AS)
 @pytest.mark.parametrize("way", ["chunked prefill", "prompt lookup"])
 def test_decoding_that_a_memory_cannot_do_is_refused(way: str, given_as: str) -> None:
     model = tiny_model()
     memory = TransfoXLMemory(model.config)
-    options = {**OTHER_WAYS[way](), "max_new_tokens": 4, "do_sample": False}
-    if given_as == "generation_config":
-        options = {"generation_config": GenerationConfig(**options)}
+    args, options = as_given(model, given_as, {**OTHER_WAYS[way](), "max_new_tokens": 4, "do_sample": False})
     with pytest.raises(ValueError, match="TransfoXLMemory"):
-        model.generate(random_ids(1, 6), cache=memory, **options)
+        model.generate(random_ids(1, 6), *args, cache=memory, **options)
     assert memory.stored_length == 0
 
 
@@ -784,15 +796,51 @@ def test_a_static_cache_is_refused_where_zeros_come_before_the_first_token() -> 
         model(random_ids(1, 6), cache=StaticCache(config=model.config, max_cache_len=20))
 
 
-@pytest.mark.parametrize("given_as", ["keyword", "generation_config"])
+@pytest.mark.parametrize("given_as", GIVEN_AS)
 def test_a_quantized_cache_is_refused_with_the_reason(given_as: str) -> None:
     """Before the library asks for a package that would not help."""
     model = tiny_model()
-    options: dict[str, Any] = {"cache_implementation": "quantized", "max_new_tokens": 4, "do_sample": False}
-    if given_as == "generation_config":
-        options = {"generation_config": GenerationConfig(**options)}
+    args, options = as_given(model, given_as, {"cache_implementation": "quantized", "max_new_tokens": 4})
     with pytest.raises(ValueError, match="full attention only"):
-        model.generate(random_ids(1, 6), **options)
+        model.generate(random_ids(1, 6), *args, **options)
+
+
+@pytest.mark.parametrize("given_as", GIVEN_AS)
+@pytest.mark.parametrize("start", STARTS)
+def test_a_memory_is_used_whatever_use_cache_says(start: str, given_as: str) -> None:
+    """Models are saved by trainings that turn it off; reading all of a text behind its memory would be no text."""
+    model = tiny_model(memory_init=start)
+    memory, prompts = TransfoXLMemory(model.config), random_ids(2, 4)
+    args, options = as_given(model, given_as, {**PLAIN, "max_new_tokens": 6, "use_cache": False})
+    output = model.generate(prompts, *args, cache=memory, **options)
+    assert output.tolist() == rows_by_hand(model, prompts, 6, window_rule=False)
+    with torch.no_grad():
+        read = TransfoXLMemory(model.config)
+        model(prompts, cache=read)
+        for token in output[:, 4:-1].unbind(1):
+            model(token[:, None], cache=read)
+    next_ids = random_ids(2, 3, seed=8)
+    with torch.no_grad():
+        assert_close("logits", model(next_ids, cache=memory).logits, model(next_ids, cache=read).logits, 1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_pads_of_a_prompt_behind_a_memory_are_not_remembered(length: int) -> None:
+    """A row without a real token has nothing to predict from."""
+    model = tiny_model(mem_len=9)
+    memory = TransfoXLMemory(model.config)
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1] = 0
+    with torch.no_grad():
+        model(random_ids(2, 4), cache=memory)
+    with pytest.raises(ValueError, match=r"`attention_mask` must have a real token in each row.*but has \[\d, 0\]"):
+        model.generate(random_ids(2, length), attention_mask=mask, cache=memory, max_new_tokens=2, **PLAIN)
+    assert memory.stored_length == 4
+    mask[:] = 1
+    mask[1, : length - 1] = 0
+    model.generate(random_ids(2, length), attention_mask=mask, cache=memory, max_new_tokens=2, **PLAIN)
+    shortest = memory.stored_length if memory.lengths is None else int(memory.lengths.min())
+    assert (memory.stored_length, shortest) == (4 + length + 1, 6)
 
 
 @pytest.mark.parametrize("options", [{}, {"cache": "memory"}])
@@ -822,6 +870,16 @@ def test_a_memory_of_another_batch_size_is_refused_by_name() -> None:
         model(random_ids(3, 4), cache=memory)
     with pytest.raises(ValueError, match=r"`cache`.*2.*3"):
         model.generate(random_ids(2, 4), cache=memory, max_new_tokens=2, **PLAIN)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}])
+def test_rows_of_a_memory_are_those_of_the_prompt_before_they_are_repeated(options: dict[str, Any]) -> None:
+    model = tiny_model()
+    memory = TransfoXLMemory(model.config)
+    with torch.no_grad():
+        model(random_ids(2, 4), cache=memory)
+    with pytest.raises(ValueError, match=r"`cache` must have the batch size of the prompt \(1\), but holds 2 streams"):
+        model.generate(random_ids(1, 4), cache=memory, max_new_tokens=2, **{**PLAIN, **options})
 
 
 def test_a_misspelt_argument_is_refused() -> None:
@@ -1024,7 +1082,7 @@ def test_a_long_text_takes_no_more_memory_than_a_short_one(num_tokens: int, mem_
 # ---- stopping at texts, beams that are sampled -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given_as", ["argument", "configuration"])
+@pytest.mark.parametrize("given_as", GIVEN_AS)
 @pytest.mark.parametrize("state", ["none", "memory"])
 def test_stop_strings_end_a_text_where_its_new_part_completes_one(state: str, given_as: str) -> None:
     """With a tokenizer that does not know the word on which the library's own criterion relies."""
@@ -1035,19 +1093,16 @@ def test_stop_strings_end_a_text_where_its_new_part_completes_one(state: str, gi
     texts = ["".join(CHARACTERS[token] for token in row) for row in free[:, 5:].tolist()]
     # two characters that come early in row 0, and one text that is in its prompt too
     stops = [texts[0][2:4], "".join(CHARACTERS[token] for token in prompts[0, :2])]
-    options = {**PLAIN, "max_new_tokens": 24, "pad_token_id": 0}
-    if given_as == "argument":
-        options["stop_strings"] = stops
-    else:
-        options["generation_config"] = GenerationConfig(**options, stop_strings=stops)
-        options = {"generation_config": options["generation_config"]}
+    args, options = as_given(
+        model, given_as, {**PLAIN, "max_new_tokens": 24, "pad_token_id": 0, "stop_strings": stops}
+    )
     ends = [min([text.find(stop) + len(stop) for stop in stops if stop in text] or [24]) for text in texts]
     assert ends[0] == 4
     for row, end in enumerate(ends):
-        alone = model.generate(prompts[row : row + 1], cache=cache(), tokenizer=tokenizer, **options)
+        alone = model.generate(prompts[row : row + 1], *args, cache=cache(), tokenizer=tokenizer, **options)
         assert alone[0].tolist() == free[row, : 5 + end].tolist()
     # a batch goes on, as in the library without an end token, until each of its rows has stopped
-    together = model.generate(prompts, cache=cache(), tokenizer=tokenizer, **options)
+    together = model.generate(prompts, *args, cache=cache(), tokenizer=tokenizer, **options)
     assert torch.equal(together, free[:, : 5 + max(ends)])
 
 

@@ -60,7 +60,7 @@ LIBRARY = {
     "data": {"corpus"},
     "training": {"cache_transfo_xl", "corpus", "data", "modeling_transfo_xl", "scoring"},
     "scoring": {"modeling_transfo_xl", "cache_transfo_xl", "tokenization_transfo_xl", "data", "corpus"},
-    "text_generation": {"modeling_transfo_xl", "cache_transfo_xl", "tokenization_transfo_xl"},
+    "text_generation": {"modeling_transfo_xl", "cache_transfo_xl", "tokenization_transfo_xl", "data"},
     "publishing": set(FLAT),
     "demo": {*FLAT, "data", "scoring", "staging", "training"},
 }

@@ -198,6 +198,10 @@ def test_rows_that_do_not_exist_are_refused(operation: str, stores: str) -> None
             getattr(memory, operation)(rows)
     with pytest.raises(ValueError, match=r"`rows` must have one boolean per stream \(3\), but has shape \[2\]"):
         getattr(memory, operation)(torch.tensor([True, False]))
+    with pytest.raises(
+        ValueError, match=r"`rows` must hold indices or a boolean per stream, but has dtype torch.float"
+    ):
+        getattr(memory, operation)([0.9, 1.9])
     assert_same_state(memory.state_dict(), before)
 
 
@@ -258,6 +262,8 @@ def test_memories_that_do_not_fit_together_are_refused() -> None:
         TransfoXLMemory.concatenate([hidden.memory, keys.memory])
     with pytest.raises(ValueError, match="`memories` must have the same settings and storage, but are .*mem_len=4"):
         TransfoXLMemory.concatenate([hidden.memory, other])
+    with pytest.raises(ValueError, match="`memories` must hold at least one memory, but is empty"):
+        TransfoXLMemory.concatenate([])
     with pytest.raises(ValueError, match="`memories` must each know their `batch_size`"):
         TransfoXLMemory.concatenate([hidden.memory, TransfoXLMemory(hidden.model.config, stores="hidden_states")])
 
@@ -325,6 +331,23 @@ def test_saved_state_goes_on_exactly(stores: str, lengths: str, memory_init: str
     # beside keys lie projected distances and what rows share, which are made again, in other pieces
     assert_close("logits", actual, expected, ROUNDING if stores == "keys_values" else 0.0)
     assert_goes_on(streams, restored, streams.read)
+
+
+@both_storages
+@pytest.mark.parametrize("damage", ["a layer is missing", "a tensor is missing", "a tensor is of the other storage"])
+def test_state_without_all_of_each_layer_is_refused(damage: str, stores: str) -> None:
+    memory = make_streams(stores).memory
+    before, state = memory.state_dict(), memory.state_dict()
+    names = [name for name in state if name.startswith("layers.1.")]
+    for name in names if damage == "a layer is missing" else names[:1]:
+        tensor = state.pop(name)
+    if damage == "a tensor is of the other storage":
+        state["layers.1.keys" if stores == "hidden_states" else "layers.1.hidden_states"] = tensor
+    elif stores == "hidden_states" or damage == "a layer is missing":
+        assert "layers.1" not in str(list(state))
+    with pytest.raises(ValueError, match=r"`state` must have `hidden_states`, `keys` and `values`, or nothing"):
+        memory.load_state_dict(state)
+    assert_same_state(memory.state_dict(), before)
 
 
 def test_state_replaces_whatever_the_memory_held() -> None:

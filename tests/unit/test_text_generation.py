@@ -157,12 +157,83 @@ def test_stop_strings_end_the_text(model: TransfoXLForCausalLM, tokenizer: Trans
     assert stopped.text.endswith(word)
 
 
+def test_a_line_break_that_is_shown_can_end_the_text(
+    model: TransfoXLForCausalLM, tokenizer: TransfoXLTokenizer
+) -> None:
+    """In a word-level vocabulary it is an end token, which no decoded text shows as a line break."""
+    free = generate_text(model, tokenizer, "the", temperature=2.0, top_k=0, max_new_tokens=60)
+    stopped = generate_text(
+        model, tokenizer, "the", temperature=2.0, top_k=0, max_new_tokens=60, stop_strings=["\n", "never"]
+    )
+    assert "\n" in free.text
+    assert stopped.text == free.text[: free.text.index("\n") + 1]
+
+
+def test_a_probability_of_zero_leaves_the_likeliest_token(
+    model: TransfoXLForCausalLM, tokenizer: TransfoXLTokenizer
+) -> None:
+    ids = tokenizer("the cat")["input_ids"]
+    for seed in range(3):
+        result = generate_text(model, tokenizer, "the cat", top_p=0.0, top_k=0, seed=seed, max_new_tokens=8)
+        assert result.token_ids == by_hand(model, ids, 8)
+        assert result.settings["top_p"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 3},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"prefill_chunk_size": 2},
+        {"prompt_lookup_num_tokens": 2},
+        {"cache_implementation": "static"},
+        {"use_cache": False},
+        {"max_length": 3},
+    ],
+)
+def test_what_a_folder_says_of_generation_does_not_disturb(
+    model: TransfoXLForCausalLM, tokenizer: TransfoXLTokenizer, settings: dict[str, Any]
+) -> None:
+    expected = by_hand(model, tokenizer("the cat on a mat")["input_ids"], 6)
+    model.generation_config.update(**settings)
+    pieces: list[str] = []
+    result = generate_text(model, tokenizer, "the cat on a mat", temperature=0, max_new_tokens=6, write=pieces.append)
+    assert result.token_ids == expected
+    assert "".join(pieces) == result.text
+
+
+def test_stop_strings_of_a_folder_end_the_text(model: TransfoXLForCausalLM, tokenizer: TransfoXLTokenizer) -> None:
+    free = generate_text(model, tokenizer, "the", temperature=2.0, top_k=0, max_new_tokens=60)
+    word = free.text.split()[7]
+    model.generation_config.stop_strings = [f" {word}"]
+    stopped = generate_text(model, tokenizer, "the", temperature=2.0, top_k=0, max_new_tokens=60)
+    assert free.text.startswith(stopped.text) and stopped.text.endswith(word)
+
+
+def test_a_context_that_is_no_text_is_named(
+    model: TransfoXLForCausalLM, tokenizer: TransfoXLTokenizer, tmp_path: Path
+) -> None:
+    path = tmp_path / "latin.txt"
+    path.write_bytes("café".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.txt must be a text in UTF-8, but is not"):
+        generate_text(model, tokenizer, "it", context_file=path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"prompt": ""}, "`prompt` or `context_file`"),
-        ({"prompt": "it", "max_new_tokens": 0}, "`max_new_tokens` must be at least 1"),
-        ({"prompt": "it", "temperature": -1.0}, "`temperature` must be 0"),
+        ({"prompt": "it", "max_new_tokens": 0}, "`max_new_tokens` must be an int of at least 1, but is 0"),
+        ({"prompt": "it", "max_new_tokens": 2.5}, "`max_new_tokens` must be an int of at least 1, but is 2.5"),
+        ({"prompt": "it", "segment_length": 0}, "`segment_length` must be an int of at least 1"),
+        ({"prompt": "it", "temperature": -1.0}, "`temperature` must be 0 .* or at least 1e-30, but is -1.0"),
+        ({"prompt": "it", "temperature": float("nan")}, "`temperature` must be 0 .*, but is nan"),
+        ({"prompt": "it", "temperature": 1e-320}, "`temperature` must be 0 "),
+        ({"prompt": "it", "top_k": -1}, "`top_k` must be 0 .*, but is -1"),
+        ({"prompt": "it", "top_p": 1.5}, "`top_p` must be between 0 and 1, but is 1.5"),
+        ({"prompt": "it", "seed": -1}, "`seed` must be between 0 and .*, but is -1"),
+        ({"prompt": "it", "stop_strings": ["dog", ""]}, "`stop_strings` must be texts that are not empty"),
     ],
 )
 def test_wrong_arguments_are_named(
@@ -196,6 +267,52 @@ def test_the_command_streams_text_or_prints_one_json_object(
     assert (result["prompt"], result["context_tokens"]) == ("the dog", len(encode_file(tokenizer, context_file)))
     streamed = CliRunner().invoke(app, options)
     assert streamed.stdout == "the dog" + result["text"] + "\n"
+    refused = CliRunner().invoke(app, [*options, "--seed", "-1"])
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "Error: `seed` must be" in refused.stderr
     missing = CliRunner().invoke(app, ["generate", str(tmp_path / "nothing"), "--prompt", "it"])
     assert missing.exit_code == 2
     assert "Error:" in missing.output
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", b""),
+        ("model.safetensors", b"\x10\x02\x00\x00\x00\x00\x00\x00{"),
+        ("tokenizer.json", b"{}"),
+        ("tokenizer.json", b"{"),
+        ("config.json", b"[]"),
+        ("config.json", b'{"model_type": "transfo-xl", "n_layer": "2"}'),
+        ("config.json", b"\xff\xfe"),
+    ],
+)
+def test_a_damaged_folder_is_one_message(
+    model: TransfoXLForCausalLM, tokenizer: TransfoXLTokenizer, tmp_path: Path, name: str, content: bytes
+) -> None:
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / name).write_bytes(content)
+    result = CliRunner().invoke(app, ["generate", str(folder), "--prompt", "it"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Error: " in result.stderr and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("prompt", ["the cat <eos> it was", "it <eos>", "<eos>"])
+def test_end_tokens_of_a_prompt_are_read(
+    model: TransfoXLForCausalLM, tokenizer: TransfoXLTokenizer, prompt: str
+) -> None:
+    """Their id is 0, which the library takes for a pad."""
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert 0 in ids
+    predicted: list[torch.Tensor] = []
+    hook = model.register_forward_hook(lambda module, args, output: predicted.append(output.logits[0, -1]))
+    generate_text(model, tokenizer, prompt, temperature=0, max_new_tokens=2)
+    hook.remove()
+    with torch.no_grad():
+        expected = model(torch.tensor([ids]), cache=TransfoXLMemory(model.config)).logits[0, -1]
+    # of tokens that cannot be the likeliest there need be no scores
+    read = predicted[0].isfinite()
+    assert read.sum() > 1
+    assert torch.allclose(predicted[0][read], expected[read], atol=1e-5)
