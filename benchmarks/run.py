@@ -161,13 +161,13 @@ def measure_long(peers: Peers, positions: list[int], num_tokens: int) -> dict[st
             read = max(read, position)
             steps[name].append(statistics.median(member.ask("decode", num_tokens=16) for _ in range(3)))
     first = next(iter(peers.members))
-    whole = peers.members[first].ask("decode_long", num_tokens=num_tokens)
+    text = peers.members[first].ask("decode_long", num_tokens=num_tokens)
+    whole = text["thousands"]
     return {
         "positions": positions,
         "seconds_per_token": steps,
         "token_by_token": whole,
-        "last_thousand_over_third_thousand": whole[-1]["seconds_per_token"]
-        / whole[min(2, len(whole) - 1)]["seconds_per_token"],
+        "last_thousand_over_third_thousand": text["last_over_third"],
         "peak_growth_bytes": whole[-1]["peak_bytes"] - whole[min(2, len(whole) - 1)]["peak_bytes"],
     }
 

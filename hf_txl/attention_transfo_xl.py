@@ -27,7 +27,7 @@ from .positions_transfo_xl import (
     spread_relative_probabilities,
 )
 from .recompute_transfo_xl import RelativeAttentionFunction
-from .sharing_transfo_xl import SharedStates
+from .sharing_transfo_xl import SharedStates, StatesInFront, ZeroStates
 
 # B batch   H heads   Q queries (one segment)   K keys: start slots, then stored ones, then the segment's
 # D head size   N = K + Q rows of a position table
@@ -49,26 +49,21 @@ def eager_attention(
     position_bias: torch.Tensor,
     scaling: float,
     dropout: float,
-    shared: SharedStates | None = None,
+    in_front: StatesInFront | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention spelt out, at least in float32.
 
-    Returns `(B, Q, H, D)` and the probabilities it used, after dropout, `(B, H, Q, K)`. Positions that rows share, if
-    there are any, come before those of `key` and `value`.
+    Returns `(B, Q, H, D)` and the probabilities it used, after dropout, `(B, H, Q, K)`.
     """
     query = query * scaling
     scores = torch.matmul(query, key.transpose(-1, -2))
-    if shared is not None:
-        scores = torch.cat([shared.scores(query), scores], dim=-1)
+    if in_front is not None:
+        scores = torch.cat([*in_front.scores(query), scores], dim=-1)
     scores = scores + position_bias
     precision = torch.promote_types(scores.dtype, torch.float32)
     probabilities = F.softmax(scores, dim=-1, dtype=precision).to(value.dtype)
     probabilities = F.dropout(probabilities, dropout, module.training)
-    if shared is None:
-        output = torch.matmul(probabilities, value)
-    else:
-        shared_part, own_part = probabilities.tensor_split([shared.length], dim=-1)
-        output = shared.read(shared_part) + torch.matmul(own_part, value)
+    output = torch.matmul(probabilities, value) if in_front is None else in_front.read(probabilities, value)
     return output.transpose(1, 2), probabilities
 
 
@@ -91,6 +86,9 @@ BACKENDS: dict[str, Callable] = {"eager": eager_attention, "sdpa": sdpa_attentio
 # queries that are worked through at once, so that their scores stay in the cache of a CPU: of one row of the batch, or
 # of several rows that share keys
 QUERY_BLOCK = 128
+# queries of a row that read keys in front of its own where they are: with more of them, fused attention over a copy of
+# all keys is faster
+FEW_QUERIES = 32
 
 
 class SegmentAttention(nn.Module):
@@ -209,13 +207,13 @@ class SegmentAttention(nn.Module):
         hidden_states, query, key, value = self.project_all(hidden_states, memory_states, layout, relative_keys)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        if shared is None:
-            key, value = self._add_start_states(key, value, layout, hidden_states)
-        else:
-            in_front = self._add_start_states(shared.keys, shared.values, layout, hidden_states)
-            shared = SharedStates(*in_front, shared.rows_each)
+        zeros = self._zero_states(layout, hidden_states, key)
+        if zeros is not None and (torch.compiler.is_compiling() or layout.start_mask is not None):
+            key, value = self._place_zero_states(key, value, layout, zeros)
+            zeros = None
+        in_front = None if zeros is None and shared is None else StatesInFront(zeros, shared)
         output, probabilities = self.attend(
-            query, key, value, layout, relative_keys, biases, output_attentions, shared
+            query, key, value, layout, relative_keys, biases, output_attentions, in_front
         )
         # (B, Q, H, D) -> (B, Q, H * D)
         output = self.drop(self.o_net(output.flatten(-2)))
@@ -233,14 +231,15 @@ class SegmentAttention(nn.Module):
         relative_keys: RelativeKeys,
         biases: tuple[torch.Tensor, torch.Tensor] | None,
         output_attentions: bool = False,
-        shared: SharedStates | None = None,
+        in_front: StatesInFront | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the queries read, `(B, Q, H, D)`, and the probabilities where there are any, `(B, H, Q, K)`."""
-        if shared is not None and not self._spells_out_sharing(layout):
-            key, value = shared.in_front_of(key, value)
-            shared = None
-        if shared is not None:
-            return self._attend_sharing(query, key, value, layout, relative_keys, biases, output_attentions, shared)
+        if in_front is not None and not self._reads_in_front(query, layout):
+            key, value = in_front.in_front_of(key, value)
+            in_front = None
+        if in_front is not None:
+            states = (query, key, value, in_front)
+            return self._attend_behind(*states, layout, relative_keys, biases, output_attentions)
         if self._works_in_blocks(query, layout, output_attentions):
             return self._attend_in_blocks(query, key, value, layout, relative_keys, biases), None
         return self._attend_at_once(query, key, value, layout, relative_keys, biases, output_attentions)
@@ -254,14 +253,14 @@ class SegmentAttention(nn.Module):
         relative_keys: RelativeKeys,
         biases: tuple[torch.Tensor, torch.Tensor] | None,
         output_attentions: bool,
-        shared: SharedStates | None = None,
+        in_front: StatesInFront | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         content_bias, position_query_bias = biases if biases is not None else (None, None)
         position_bias = self.position_bias(query, layout, relative_keys, position_query_bias)
-        if shared is None:
+        if in_front is None:
             attend = self._backend(output_attentions or self.has_value_bias, position_bias)
         else:
-            attend = functools.partial(eager_attention, shared=shared)
+            attend = functools.partial(eager_attention, in_front=in_front)
         output, probabilities = attend(
             self,
             self.content_query(query, content_bias),
@@ -275,31 +274,34 @@ class SegmentAttention(nn.Module):
             output = output + self.value_bias(probabilities, layout, relative_keys)
         return output, probabilities
 
-    def _spells_out_sharing(self, layout: AttentionLayout) -> bool:
-        """Whether rows meet shared keys together; beside a long segment, a copy for each row is little."""
+    def _reads_in_front(self, query: torch.Tensor, layout: AttentionLayout) -> bool:
+        """Whether keys in front are read where they are, instead of a copy for each row."""
         return (
-            layout.query_length <= QUERY_BLOCK
+            layout.query_length <= FEW_QUERIES
             and not self.training
+            and not (torch.is_grad_enabled() and query.requires_grad)
             and (self.config._attn_implementation or "eager") in BACKENDS
         )
 
-    def _attend_sharing(
+    def _attend_behind(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        in_front: StatesInFront,
         layout: AttentionLayout,
         relative_keys: RelativeKeys,
         biases: tuple[torch.Tensor, torch.Tensor] | None,
         output_attentions: bool,
-        shared: SharedStates,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `_attend_at_once`, some rows of the batch at a time."""
+        # a layer's rows of the position table serve all blocks
+        relative_keys = relative_keys.for_one_layer()
         parts = [
             self._attend_at_once(
-                query[rows], key[rows], value[rows], layout, relative_keys, biases, output_attentions, part
+                query[rows], key[rows], value[rows], layout, relative_keys, biases, output_attentions, before_rows
             )
-            for rows, part in shared.blocks(QUERY_BLOCK // layout.query_length)
+            for rows, before_rows in in_front.blocks(len(query), QUERY_BLOCK // layout.query_length)
         ]
         outputs, probabilities = zip(*parts, strict=True)
         return torch.cat(outputs), torch.cat(probabilities) if output_attentions else None
@@ -339,25 +341,34 @@ class SegmentAttention(nn.Module):
                 output[here, queries], _ = self._attend_at_once(*states, block, relative_keys, biases, False)
         return output
 
-    def _add_start_states(
-        self, key: torch.Tensor, value: torch.Tensor, layout: AttentionLayout, hidden_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put the keys and values of a zero hidden state where the layout wants them."""
+    def _zero_states(
+        self, layout: AttentionLayout, hidden_states: torch.Tensor, like: torch.Tensor
+    ) -> ZeroStates | None:
+        """Key and value of the zero states that the layout has, if any, of the type of other keys."""
         compiles = torch.compiler.is_compiling()
         if not layout.zero_start or (not compiles and layout.start_slots == 0 and layout.start_mask is None):
-            return key, value
-        # (1, H, 1, D); zero unless a normalisation in front gives the zero vector a value
-        start_key, start_value = self.project_memory(hidden_states.new_zeros(1, 1, hidden_states.shape[-1]))
+            return None
+        if self.pre_lnorm or type(self.qkv_net) is not nn.Linear:
+            # a normalisation in front, or a layer of a user, may give the zero vector a value
+            key, value = self.project_memory(hidden_states.new_zeros(1, 1, hidden_states.shape[-1]))
+        else:
+            key = value = hidden_states.new_zeros(1, self.num_heads, 1, self.head_size)
+        return ZeroStates(key.to(like.dtype), value.to(like.dtype), layout.start_slots)
+
+    def _place_zero_states(
+        self, key: torch.Tensor, value: torch.Tensor, layout: AttentionLayout, zeros: ZeroStates
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put them where a mask or a program wants them."""
+        compiles = torch.compiler.is_compiling()
         # a compiler makes other programs for no slot and for one: it gets as many as there are keys, of which the last
         # ones are taken
         num_slots = layout.key_length if compiles else layout.start_slots
         slots, last = (key.shape[0], -1, num_slots, -1), slice(key.shape[2] if compiles else 0, None)
-        key = torch.cat([start_key.to(key.dtype).expand(slots), key], dim=2)[:, :, last]
-        value = torch.cat([start_value.to(value.dtype).expand(slots), value], dim=2)[:, :, last]
+        key = torch.cat([zeros.key.expand(slots), key], dim=2)[:, :, last]
+        value = torch.cat([zeros.value.expand(slots), value], dim=2)[:, :, last]
         if layout.start_mask is not None:
             is_start = layout.start_mask[:, None, :, None]
-            key = torch.where(is_start, start_key.to(key.dtype), key)
-            value = torch.where(is_start, start_value.to(value.dtype), value)
+            key, value = torch.where(is_start, zeros.key, key), torch.where(is_start, zeros.value, value)
         return key, value
 
     def _backend(self, needs_probabilities: bool, position_bias: torch.Tensor) -> Callable:
@@ -481,10 +492,12 @@ class TransfoXLAttention(RelativeAttention):
         relative_keys: RelativeKeys,
         biases: tuple[torch.Tensor, torch.Tensor] | None,
         output_attentions: bool = False,
-        shared: SharedStates | None = None,
+        in_front: StatesInFront | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if shared is not None or not self._recomputes(query, layout, output_attentions):
-            return super().attend(query, key, value, layout, relative_keys, biases, output_attentions, shared)
+        if not self._recomputes(query, layout, output_attentions):
+            return super().attend(query, key, value, layout, relative_keys, biases, output_attentions, in_front)
+        if in_front is not None:
+            key, value = in_front.in_front_of(key, value)
         output = RelativeAttentionFunction.apply(
             query,
             key,

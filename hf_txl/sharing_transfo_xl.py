@@ -1,8 +1,9 @@
-"""What several rows of a batch have in common, stored once and read once for all of them.
+"""Keys and values that several rows or positions have in common: stored once, and read once for all of them.
 
 The hypotheses of an n-best list, the beams of a search and several samples of one text go on from one memory. A row
-that had a copy of it would make attention read as much again for every token. The memory keeps `SharedStates`;
-attention asks them for scores and hands them probabilities.
+that had a copy of it would make attention read as much again for every token. And the zero states before a text are
+one state at many positions. Attention asks for scores of these keys and hands over probabilities; it never sees them
+side by side with a row's own.
 """
 
 from collections.abc import Callable, Iterator
@@ -92,4 +93,75 @@ class SharedStates:
         return torch.cat([keys, key], dim=-2), torch.cat([values, value], dim=-2)
 
 
-__all__ = ["SharedStates"]
+@dataclass(frozen=True, eq=False)
+class ZeroStates:
+    """Keys and values of a layer for the zero states before the first token.
+
+    Args:
+        key, value (`torch.Tensor` of shape `(1, n_head, 1, d_head)`): Of one zero state.
+        length (`int`): Positions Z that it stands at.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    length: int
+
+    def scores(self, query: torch.Tensor) -> torch.Tensor:
+        """Scores of scaled queries, `(B, H, Q, D)` -> `(B, H, Q, Z)`."""
+        return torch.matmul(query, self.key.transpose(-1, -2)).expand(-1, -1, -1, self.length)
+
+    def read(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """What rows with these probabilities read, `(B, H, Q, Z)` -> `(B, H, Q, D)`."""
+        return probabilities.sum(dim=-1, keepdim=True) * self.value
+
+    def in_front_of(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values with the zero states written out before them, `(B, H, Z + T, D)`."""
+        shape = (len(key), -1, self.length, -1)
+        return torch.cat([self.key.expand(shape), key], dim=-2), torch.cat([self.value.expand(shape), value], dim=-2)
+
+
+@dataclass(frozen=True, eq=False)
+class StatesInFront:
+    """All that precedes the keys and values of the rows themselves: zero states, then what rows share."""
+
+    zeros: ZeroStates | None
+    shared: SharedStates | None
+
+    @property
+    def parts(self) -> list[ZeroStates | SharedStates]:
+        """What there is, in the order of the text."""
+        return [part for part in (self.zeros, self.shared) if part is not None]
+
+    def scores(self, query: torch.Tensor) -> list[torch.Tensor]:
+        """Scores of scaled queries for each part."""
+        return [part.scores(query) for part in self.parts]
+
+    def read(self, probabilities: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """What rows read of all their positions, `(B, H, Q, Z + S + T)` -> `(B, H, Q, D)`.
+
+        Args:
+            probabilities (`torch.Tensor`): Of all positions.
+            value (`torch.Tensor` of shape `(B, H, T, D)`): Of the rows' own positions.
+        """
+        *in_front, own = probabilities.split([*(part.length for part in self.parts), value.shape[-2]], dim=-1)
+        output = torch.matmul(own, value)
+        for part, of_part in zip(self.parts, in_front, strict=True):
+            output = output + part.read(of_part)
+        return output
+
+    def blocks(self, batch_size: int, num_rows: int) -> Iterator[tuple[slice, "StatesInFront"]]:
+        """Cut a batch into blocks of at most `num_rows` rows, each with what precedes it."""
+        if self.shared is None:
+            yield from ((slice(start, start + num_rows), self) for start in range(0, batch_size, num_rows))
+            return
+        for rows, shared in self.shared.blocks(num_rows):
+            yield rows, StatesInFront(self.zeros, shared)
+
+    def in_front_of(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A copy for each row: keys and values of all its positions."""
+        for part in reversed(self.parts):
+            key, value = part.in_front_of(key, value)
+        return key, value
+
+
+__all__ = ["SharedStates", "StatesInFront", "ZeroStates"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_txl import TransfoXLMemory
@@ -18,10 +19,12 @@ from hf_txl.sharing_transfo_xl import SharedStates
 from tests.helpers import assert_close
 from tests.model.test_kinds import RELATIVE
 from tests.model.test_kinds import make_model as make_model_of_kind
-from tests.model.tiny_models import STARTS, WINDOWS, random_ids, tiny_model
+from tests.model.tiny_models import STARTS, WINDOWS, random_ids, slow_log_probabilities, tiny_model
 
 # the same float64 sums in another order
 ROUNDING = 1e-9
+# beside the slow model, whose sinusoids are float64
+SINUSOIDS = 1e-5
 # of 23 tokens read: memories that are full, and one that is not
 LENGTHS = [1, 7, 23, 40]
 # single tokens, which roll; segments that push out all that is shared; more queries than are worked through at once
@@ -84,6 +87,18 @@ def test_every_relative_kind_shares(kind: str, backend: str) -> None:
     assert_equal_streams(model, shared, copies, [1, 2, 4, 150])
 
 
+@pytest.mark.parametrize(("texts", "rows", "length"), [(3, 50, 5), (2, 50, 32), (40, 4, 7), (1, 131, 1), (5, 3, 31)])
+@torch.no_grad()
+def test_many_rows_are_read_in_blocks(texts: int, rows: int, length: int) -> None:
+    """Parts of a group, whole groups, and one of each at the end."""
+    model = tiny_model(mem_len=30).double()
+    once, copies = read_text(model, rows, texts)
+    shared = once.select([text for text in range(texts) for _ in range(rows)])
+    ids = random_ids(texts * rows, length, seed=6)
+    actual, expected = (model(ids, cache=memory).logits for memory in (shared, copies))
+    assert_close("logits", actual, expected, ROUNDING)
+
+
 @torch.no_grad()
 def test_sharing_rows_need_not_be_all_or_in_order() -> None:
     """Rows that are chosen share what they have in common, whether or not they did before."""
@@ -142,15 +157,18 @@ def test_a_program_gives_each_row_its_own_copy_once() -> None:
 
 
 class BuiltTensors(TorchDispatchMode):
-    """Notes the largest tensor that is made."""
+    """Notes the bytes of the largest tensor that is made, views of others left out."""
 
     largest = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.largest = max(self.largest, leaf.untyped_storage().nbytes())
+        given, made = (
+            {leaf.untyped_storage().data_ptr(): leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+            for tree in ((args, kwargs), result)
+        )
+        new = [leaf.untyped_storage().nbytes() for where, leaf in made.items() if where not in given]
+        self.largest = max([self.largest, *new])
         return result
 
 
@@ -172,6 +190,40 @@ def test_nothing_as_large_as_a_copy_for_each_row_is_made() -> None:
     assert 0 < built.largest < a_copy_for_each_row / 3
     # the memory that they go on from is where it was
     assert memory.stored_length == 300 and not is_shared(memory) and memory.layers[0].keys is keys
+
+
+@pytest.mark.parametrize("options", [{}, {"pre_lnorm": True}])
+@pytest.mark.parametrize("state", ["memory", "DynamicCache", "rows of a memory"])
+@torch.no_grad()
+def test_zero_states_before_a_text_are_not_written_out(state: str, options: dict[str, Any]) -> None:
+    """295 of 300 positions, of which each token would read as many as in a full memory."""
+    model = tiny_model(mem_len=300, d_head=16, memory_init="zeros", same_length=True, **options).double()
+    text, rows = random_ids(1, 8), 3 if state == "rows of a memory" else 1
+    cache: Any = DynamicCache(config=model.config) if state == "DynamicCache" else model.init_memory(1)
+    model(text[:, :5], cache=cache)
+    if rows > 1:
+        cache = cache.select([0] * rows)
+    with BuiltTensors() as built:
+        logits = [model(token.repeat(rows, 1), cache=cache).logits for token in text[:, 5:].split(1, dim=1)]
+    keys_of_all_rows = rows * 300 * model.config.n_head * 16 * 8
+    assert 0 < built.largest < keys_of_all_rows / 2
+    (expected,) = slow_log_probabilities(model, [text])
+    for row in range(rows):
+        assert_close("log-probabilities", torch.cat(logits, dim=1)[row], expected[0, 5:], SINUSOIDS)
+
+
+@pytest.mark.parametrize("options", [{}, {"pre_lnorm": True}, {"untie_r": True}])
+@pytest.mark.parametrize("length", [1, 3, 32, 33, 129])
+@torch.no_grad()
+def test_queries_behind_zero_states_see_them(length: int, options: dict[str, Any]) -> None:
+    """As many queries as read them as one state, and one more; several rows."""
+    model = tiny_model(mem_len=7, memory_init="zeros", **options).double()
+    ids = random_ids(3, length + 2)
+    memory = model.init_memory(3)
+    actual = [model(segment, cache=memory).logits for segment in (ids[:, :2], ids[:, 2:])]
+    expected = slow_log_probabilities(model, [ids[:, :2], ids[:, 2:]])
+    for name, ours, theirs in zip(("first", "second"), actual, expected, strict=True):
+        assert_close(name, ours, theirs, SINUSOIDS)
 
 
 @torch.no_grad()
