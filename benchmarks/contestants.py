@@ -235,13 +235,14 @@ class Ours(Model):
         last, self.state = self.state, self.fresh_state(1)
         self.go_on(2 * block)
         early, ratios = self.state, []
-        for _ in range(10):
-            seconds = []
-            for self.state in (early, last):
-                steps = StepTimes()
+        for turn in range(10):
+            seconds = {}
+            # each goes first as often as the other
+            for name in ("early", "last") if turn % 2 else ("last", "early"):
+                self.state, steps = {"early": early, "last": last}[name], StepTimes()
                 self.continue_greedily(ids, block // 10, streamer=steps)
-                seconds.append(statistics.median(steps.seconds()))
-            ratios.append(seconds[1] / seconds[0])
+                seconds[name] = statistics.median(steps.seconds())
+            ratios.append(seconds["last"] / seconds["early"])
         return {"thousands": report, "last_over_third": statistics.median(ratios)}
 
     def facts(self) -> dict[str, Any]:

@@ -86,9 +86,9 @@ BACKENDS: dict[str, Callable] = {"eager": eager_attention, "sdpa": sdpa_attentio
 # queries that are worked through at once, so that their scores stay in the cache of a CPU: of one row of the batch, or
 # of several rows that share keys
 QUERY_BLOCK = 128
-# queries of a row that read keys in front of its own where they are: with more of them, fused attention over a copy of
-# all keys is faster
-FEW_QUERIES = 32
+# queries of a row that read keys in front of its own where they are, if these are zero states, and if they are shared:
+# with more of them, fused attention over all keys of the row, put together, is faster
+FEW_QUERIES, FEW_SHARING_QUERIES = 32, 8
 
 
 class SegmentAttention(nn.Module):
@@ -234,14 +234,13 @@ class SegmentAttention(nn.Module):
         in_front: StatesInFront | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the queries read, `(B, Q, H, D)`, and the probabilities where there are any, `(B, H, Q, K)`."""
-        if in_front is not None and not self._reads_in_front(query, layout):
-            key, value = in_front.in_front_of(key, value)
-            in_front = None
-        if in_front is not None:
+        if in_front is not None and self._reads_in_front(query, layout, in_front):
             states = (query, key, value, in_front)
             return self._attend_behind(*states, layout, relative_keys, biases, output_attentions)
         if self._works_in_blocks(query, layout, output_attentions):
-            return self._attend_in_blocks(query, key, value, layout, relative_keys, biases), None
+            return self._attend_in_blocks(query, key, value, layout, relative_keys, biases, in_front), None
+        if in_front is not None:
+            key, value = in_front.in_front_of(key, value)
         return self._attend_at_once(query, key, value, layout, relative_keys, biases, output_attentions)
 
     def _attend_at_once(
@@ -274,10 +273,10 @@ class SegmentAttention(nn.Module):
             output = output + self.value_bias(probabilities, layout, relative_keys)
         return output, probabilities
 
-    def _reads_in_front(self, query: torch.Tensor, layout: AttentionLayout) -> bool:
+    def _reads_in_front(self, query: torch.Tensor, layout: AttentionLayout, in_front: StatesInFront) -> bool:
         """Whether keys in front are read where they are, instead of a copy for each row."""
         return (
-            layout.query_length <= FEW_QUERIES
+            layout.query_length <= (FEW_QUERIES if in_front.shared is None else FEW_SHARING_QUERIES)
             and not self.training
             and not (torch.is_grad_enabled() and query.requires_grad)
             and (self.config._attn_implementation or "eager") in BACKENDS
@@ -294,14 +293,16 @@ class SegmentAttention(nn.Module):
         biases: tuple[torch.Tensor, torch.Tensor] | None,
         output_attentions: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `_attend_at_once`, some rows of the batch at a time."""
+        """As `_attend_at_once`, on a CPU some rows of the batch at a time."""
         # a layer's rows of the position table serve all blocks
         relative_keys = relative_keys.for_one_layer()
+        batch_size = len(query)
+        rows_at_once = max(1, QUERY_BLOCK // layout.query_length) if query.device.type == "cpu" else batch_size
         parts = [
             self._attend_at_once(
                 query[rows], key[rows], value[rows], layout, relative_keys, biases, output_attentions, before_rows
             )
-            for rows, before_rows in in_front.blocks(len(query), QUERY_BLOCK // layout.query_length)
+            for rows, before_rows in in_front.blocks(batch_size, rows_at_once)
         ]
         outputs, probabilities = zip(*parts, strict=True)
         return torch.cat(outputs), torch.cat(probabilities) if output_attentions else None
@@ -327,17 +328,18 @@ class SegmentAttention(nn.Module):
         layout: AttentionLayout,
         relative_keys: RelativeKeys,
         biases: tuple[torch.Tensor, torch.Tensor] | None,
+        in_front: StatesInFront | None,
     ) -> torch.Tensor:
         """As `_attend_at_once`, some queries of one row at a time, which see no keys but those up to their own."""
         # a layer's rows of the position table serve all blocks
         relative_keys = relative_keys.for_one_layer()
         output = query.new_empty(query.shape[0], layout.query_length, *query.shape[1::2])
-        for row in range(query.shape[0]):
+        for here, before_row in (in_front or StatesInFront(None, None)).blocks(len(query), 1):
+            row_key, row_value = before_row.in_front_of(key[here], value[here])
             for start in range(0, layout.query_length, QUERY_BLOCK):
-                block, keys = layout.part(row, start, min(start + QUERY_BLOCK, layout.query_length))
+                block, keys = layout.part(here.start, start, min(start + QUERY_BLOCK, layout.query_length))
                 queries = slice(start, start + block.query_length)
-                here = slice(row, row + 1)
-                states = (query[here, :, queries], key[here, :, keys], value[here, :, keys])
+                states = (query[here, :, queries], row_key[:, :, keys], row_value[:, :, keys])
                 output[here, queries], _ = self._attend_at_once(*states, block, relative_keys, biases, False)
         return output
 

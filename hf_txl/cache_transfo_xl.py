@@ -25,6 +25,8 @@ from .sharing_transfo_xl import SharedStates
 
 # B batch   S stored positions   Q positions of a segment   H heads   D head size
 STORAGES = ("auto", "hidden_states", "keys_values")
+# what a saved memory has besides settings and tensors
+PROGRESS = ("_batch_size", "shortest")
 
 
 class TransfoXLMemoryLayer(CacheLayerMixin):
@@ -556,8 +558,11 @@ class TransfoXLMemory(Cache):
                     f"`rows` must have one boolean per stream ({self.batch_size}), but has shape {list(index.shape)}."
                 )
             return index.nonzero().flatten()
-        if index.is_floating_point() and index.numel():
-            raise ValueError(f"`rows` must hold indices or a boolean per stream, but has dtype {index.dtype}.")
+        if index.dim() > 1 or (index.numel() and (index.is_floating_point() or index.is_complex())):
+            raise ValueError(
+                "`rows` must be a list of indices or a boolean per stream, but has dtype "
+                f"{index.dtype} and shape {list(index.shape)}."
+            )
         index = index.long().flatten()
         if ((index < 0) | (index >= self.batch_size)).any():
             raise ValueError(f"`rows` must be between 0 and {self.batch_size - 1}, but is {index.tolist()}.")
@@ -665,7 +670,7 @@ class TransfoXLMemory(Cache):
         return tensors if self.lengths is None else {**tensors, "lengths": self.lengths}
 
     def _progress(self) -> dict[str, Any]:
-        return {"_batch_size": self.batch_size, "shortest": self.shortest}
+        return {name: getattr(self, name) for name in PROGRESS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where another memory of the same settings was; refuses other settings and layers, naming them."""
@@ -678,6 +683,8 @@ class TransfoXLMemory(Cache):
             raise ValueError(
                 f"`state` must come from a memory of the same settings, but differs in (here, there): {different}."
             )
+        if set(state["progress"]) != set(PROGRESS):
+            raise ValueError(f"`state` must have the progress {list(PROGRESS)}, but has {list(state['progress'])}.")
         tensors: list[dict[str, Any]] = []
         for index in range(len(self.layers)):
             prefix = f"layers.{index}."

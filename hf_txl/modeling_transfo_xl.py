@@ -558,14 +558,21 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
 
     # --- generation
 
-    def generate(self, inputs: Any = None, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        inputs: Any = None,
+        generation_config: Any = None,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         """Generate tokens; see the library's `generate`.
 
         `cache=` (or `past_key_values=`) takes a [`TransfoXLMemory`], which then holds the stream so far; the ids are
         new ones, and the memory advances by all of them but the last generated token. It is read and written whatever
         `use_cache` says. Beams and several returned sequences go on from it side by side and leave it where it is;
-        with `return_dict_in_generate` theirs is returned. Without a memory the library's own cache gives the same
-        numbers under the window rule.
+        with `return_dict_in_generate` theirs is returned. Without a memory the library's own cache gives the numbers
+        of the window rule; `use_cache=False` reads the whole text as one segment for each token.
         """
         cache = merge_caches(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
         if cache is not None:
@@ -581,7 +588,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         # the library's own criterion fails with tokenizers that do not know the word it tries
         if stop_strings := setting("stop_strings"):
             stop = StopTexts(kwargs.get("tokenizer"), stop_strings)
-            kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), stop])
+            stopping_criteria = StoppingCriteriaList([*(stopping_criteria or []), stop])
             kwargs.pop("stop_strings", None)
             if generation_config is not None:
                 generation_config = copy.copy(generation_config)
@@ -599,12 +606,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
                 raise ValueError("`prefill_chunk_size` must be None with a `TransfoXLMemory`; feed segments yourself.")
             if kwargs.get("assistant_model") is not None or setting("prompt_lookup_num_tokens") is not None:
                 raise ValueError("Assisted decoding takes tokens back, which a `TransfoXLMemory` cannot do.")
-            mask = kwargs.get("attention_mask")
-            if mask is not None and not (mask != 0).any(dim=-1).all():
-                raise ValueError(
-                    "`attention_mask` must have a real token in each row, from which the first new one is predicted, "
-                    f"but has {(mask != 0).sum(dim=-1).tolist()}."
-                )
+            if isinstance(mask := kwargs.get("attention_mask"), torch.Tensor):
+                check_prompt_mask(mask)
             remembers = cache.mem_len > 0
             if remembers:
                 # else each step would read the whole text behind the memory of it
@@ -618,7 +621,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
                 )
             # every step reads the whole segment again
             kwargs["use_cache"] = False
-        return super().generate(inputs, generation_config, *args, **kwargs)
+        return super().generate(inputs, generation_config, logits_processor, stopping_criteria, **kwargs)
 
     def _sample(
         self,
@@ -662,6 +665,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             # the memory knows which of its positions are real, and a single token is: a generated one, or a prompt of
             # which the library may think that it is a pad
             inputs["attention_mask"] = mask[:, -ids.shape[1] :] if ids.shape[1] > 1 else None
+            if ids.shape[1] > 1:
+                check_prompt_mask(inputs["attention_mask"])
         return inputs
 
     @staticmethod
@@ -681,6 +686,16 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             kwargs[CACHE_NAME] = memory = copy.copy(memory)
             memory.batch_repeat_interleave(expand_size)
         return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)  # type: ignore[misc]
+
+
+def check_prompt_mask(mask: torch.Tensor) -> None:
+    """Refuse rows that end with a pad: the first new token is predicted from their last one."""
+    if not (mask[:, -1] != 0).all():
+        raise ValueError(
+            "`attention_mask` must end with a real token in each row, from which the first new one is predicted, but "
+            f"ends with {mask[:, -1].int().tolist()}. Pad on the left; where it is not given, the library takes each "
+            "`pad_token_id` of a prompt for a pad."
+        )
 
 
 def count_candidates(logits_processor: Any, generation_config: Any) -> int | None:

@@ -112,7 +112,8 @@ class ZeroStates:
 
     def read(self, probabilities: torch.Tensor) -> torch.Tensor:
         """What rows with these probabilities read, `(B, H, Q, Z)` -> `(B, H, Q, D)`."""
-        return probabilities.sum(dim=-1, keepdim=True) * self.value
+        # of their own type, which autocast would change
+        return probabilities.sum(dim=-1, keepdim=True, dtype=probabilities.dtype) * self.value
 
     def in_front_of(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values with the zero states written out before them, `(B, H, Z + T, D)`."""

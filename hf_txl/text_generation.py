@@ -149,8 +149,10 @@ def generate_text(
     settings = {**sampling, "max_new_tokens": max_new_tokens, "seed": seed}
     choices: dict[str, Any] = dict(sampling)
     if suppress_unknown and tokenizer.unk_token_id is not None:
-        choices["suppress_tokens"] = [tokenizer.unk_token_id]
-    if stop_strings:
+        others = model.generation_config.suppress_tokens or []
+        choices["suppress_tokens"] = sorted({*others, tokenizer.unk_token_id})
+    if stop_strings := stop_strings or model.generation_config.stop_strings:
+        stop_strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
         # a line break that is shown may be an end token
         as_tokens = [text.replace("\n", tokenizer.eos_token) for text in stop_strings if tokenizer.eos_token]
         choices["stop_strings"] = sorted({*stop_strings, *as_tokens})

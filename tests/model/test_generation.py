@@ -826,15 +826,19 @@ def test_a_memory_is_used_whatever_use_cache_says(start: str, given_as: str) -> 
 
 @pytest.mark.parametrize("length", [1, 2])
 def test_pads_of_a_prompt_behind_a_memory_are_not_remembered(length: int) -> None:
-    """A row without a real token has nothing to predict from."""
+    """A row that ends with one has nothing to predict from, whoever says that it is one."""
     model = tiny_model(mem_len=9)
     memory = TransfoXLMemory(model.config)
     mask = torch.ones(2, length, dtype=torch.long)
     mask[1] = 0
     with torch.no_grad():
         model(random_ids(2, 4), cache=memory)
-    with pytest.raises(ValueError, match=r"`attention_mask` must have a real token in each row.*but has \[\d, 0\]"):
+    with pytest.raises(ValueError, match=r"`attention_mask` must end with a real token in each row.*with \[1, 0\]"):
         model.generate(random_ids(2, length), attention_mask=mask, cache=memory, max_new_tokens=2, **PLAIN)
+    if length > 1:
+        with pytest.raises(ValueError, match=r"`attention_mask` must end with .* takes each `pad_token_id`"):
+            ids = torch.tensor([[4, 5], [4, 0]])
+            model.generate(ids, cache=memory, max_new_tokens=2, **{**PLAIN, "pad_token_id": 0})
     assert memory.stored_length == 4
     mask[:] = 1
     mask[1, : length - 1] = 0

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_txl import TransfoXLMemory
+from hf_txl import TransfoXLMemory, attention_transfo_xl
 from hf_txl.attention_transfo_xl import eager_attention
 from hf_txl.scoring import score_continuations
 from hf_txl.sharing_transfo_xl import SharedStates
@@ -87,7 +87,7 @@ def test_every_relative_kind_shares(kind: str, backend: str) -> None:
     assert_equal_streams(model, shared, copies, [1, 2, 4, 150])
 
 
-@pytest.mark.parametrize(("texts", "rows", "length"), [(3, 50, 5), (2, 50, 32), (40, 4, 7), (1, 131, 1), (5, 3, 31)])
+@pytest.mark.parametrize(("texts", "rows", "length"), [(3, 50, 5), (2, 50, 8), (40, 4, 7), (1, 131, 1), (5, 3, 31)])
 @torch.no_grad()
 def test_many_rows_are_read_in_blocks(texts: int, rows: int, length: int) -> None:
     """Parts of a group, whole groups, and one of each at the end."""
@@ -224,6 +224,58 @@ def test_queries_behind_zero_states_see_them(length: int, options: dict[str, Any
     expected = slow_log_probabilities(model, [ids[:, :2], ids[:, 2:]])
     for name, ours, theirs in zip(("first", "second"), actual, expected, strict=True):
         assert_close(name, ours, theirs, SINUSOIDS)
+
+
+class BiasedLinear(torch.nn.Linear):
+    """As an adapter may be: the zero vector has a value."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return super().forward(states) + 0.3
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("state", ["memory", "DynamicCache", "rows of a memory"])
+@pytest.mark.parametrize("kind", list(RELATIVE))
+@torch.no_grad()
+def test_zero_states_of_every_kind_are_those_that_are_written_out(
+    kind: str, state: str, replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model_of_kind(kind, mem_len=9, memory_init="zeros").double()
+    for layer in model.transformer.layers if replaced else []:
+        layer.dec_attn.qkv_net.__class__ = BiasedLinear
+
+    def read(limit: int) -> list[Any]:
+        monkeypatch.setattr(attention_transfo_xl, "FEW_QUERIES", limit)
+        monkeypatch.setattr(attention_transfo_xl, "FEW_SHARING_QUERIES", limit)
+        cache: Any = DynamicCache(config=model.config) if state == "DynamicCache" else model.init_memory(1)
+        rows = 1
+        outputs = []
+        for index, length in enumerate((2, 1, 3, 1, 5)):
+            ids = random_ids(rows, length, vocab_size=model.config.vocab_size, seed=index)
+            outputs.append(model(ids, cache=cache, output_attentions=True))
+            if index == 0 and state == "rows of a memory":
+                cache, rows = cache.select([0, 0, 0]), 3
+        return outputs
+
+    for index, (actual, expected) in enumerate(zip(read(32), read(-1), strict=True)):
+        assert_close(f"logits {index}", actual.logits, expected.logits, ROUNDING)
+        for layer, pair in enumerate(zip(actual.attentions, expected.attentions, strict=True)):
+            assert_close(f"attentions {index}, layer {layer}", *pair, ROUNDING)
+
+
+@pytest.mark.parametrize("length", [9, 64, 129])
+@torch.no_grad()
+def test_long_segments_put_keys_together_for_one_row_at_a_time(length: int) -> None:
+    model = tiny_model(mem_len=300, d_head=16, d_inner=4, same_length=True, cutoffs=[], div_val=1)
+    model.set_attn_implementation("sdpa")
+    memory = model.init_memory(1)
+    model(random_ids(1, 300), cache=memory)
+    shared = memory.select([0] * 50)
+    with BuiltTensors() as built:
+        model(random_ids(50, length), cache=shared, return_logits=False)
+    # the segment's own queries, keys and values, and no copy of what went before for each row
+    own = 50 * 3 * 48 * length * 4
+    assert 0 < built.largest < own + 50 * memory.layers[0].keys.nbytes / 2
 
 
 @torch.no_grad()

@@ -198,10 +198,11 @@ def test_rows_that_do_not_exist_are_refused(operation: str, stores: str) -> None
             getattr(memory, operation)(rows)
     with pytest.raises(ValueError, match=r"`rows` must have one boolean per stream \(3\), but has shape \[2\]"):
         getattr(memory, operation)(torch.tensor([True, False]))
-    with pytest.raises(
-        ValueError, match=r"`rows` must hold indices or a boolean per stream, but has dtype torch.float"
-    ):
-        getattr(memory, operation)([0.9, 1.9])
+    for rows in ([0.9, 1.9], [[0, 1]], torch.tensor([0j])):
+        with pytest.raises(
+            ValueError, match="`rows` must be a list of indices or a boolean per stream, but has dtype"
+        ):
+            getattr(memory, operation)(rows)
     assert_same_state(memory.state_dict(), before)
 
 
@@ -347,6 +348,8 @@ def test_state_without_all_of_each_layer_is_refused(damage: str, stores: str) ->
         assert "layers.1" not in str(list(state))
     with pytest.raises(ValueError, match=r"`state` must have `hidden_states`, `keys` and `values`, or nothing"):
         memory.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"`state` must have the progress .* but has .*'mem_len'"):
+        memory.load_state_dict({**before, "progress": {**before["progress"], "mem_len": 99}})
     assert_same_state(memory.state_dict(), before)
 
 
