@@ -232,14 +232,15 @@ class Ours(Model):
                     "peak_bytes": self.peak(),
                 }
             )
-        last, self.state = self.state, self.fresh_state(1)
+        texts, ratios = {"last": self.state}, []
+        self.state = self.fresh_state(1)
         self.go_on(2 * block)
-        early, ratios = self.state, []
+        texts["early"] = self.state
         for turn in range(10):
             seconds = {}
             # each goes first as often as the other
             for name in ("early", "last") if turn % 2 else ("last", "early"):
-                self.state, steps = {"early": early, "last": last}[name], StepTimes()
+                self.state, steps = texts[name], StepTimes()
                 self.continue_greedily(ids, block // 10, streamer=steps)
                 seconds[name] = statistics.median(steps.seconds())
             ratios.append(seconds["last"] / seconds["early"])

@@ -53,7 +53,9 @@ class TransfoXLMemoryLayer(CacheLayerMixin):
     def unshared(self, rows: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """As `tensors`, with a copy of what rows share for each row, or for each of these rows."""
         if self.shared is None:
-            return self.tensors
+            if rows is None:
+                return self.tensors
+            return {name: tensor.index_select(0, rows) for name, tensor in self.tensors.items()}
         assert self.keys is not None and self.values is not None
         return dict(zip(("keys", "values"), self.shared.in_front_of(self.keys, self.values, rows), strict=True))
 
@@ -454,7 +456,7 @@ class TransfoXLMemory(Cache):
             # beams often stay where they are
             return selected
         if not selected._share(index):
-            selected._take(index)
+            selected._unshare(index)
         if selected.lengths is not None:
             selected.lengths = selected.lengths.index_select(0, index)
         selected._batch_size = len(index)
@@ -464,39 +466,27 @@ class TransfoXLMemory(Cache):
         """Take streams so that rows share what they go on from; `False` if these rows share nothing."""
         if self.storage != "keys_values" or self.lengths is not None or not self.may_share:
             return False
-        shared = self.layers[0].shared
-        groups = index if shared is None else index // shared.rows_each
-        groups, counts = groups.unique_consecutive(return_counts=True)
+        # what streams have in common already: of one that shares nothing, its own
+        common = [layer.shared or SharedStates(**layer.tensors, rows_each=1) for layer in self.layers]
+        groups, counts = (index // common[0].rows_each).unique_consecutive(return_counts=True)
         rows_each = len(index) // max(1, len(groups))
         if rows_each < 2 or (counts != rows_each).any():
             return False
 
-        num_groups = len(next(iter(self.layers[0].tensors.values()))) if shared is None else len(shared.keys)
-        is_all = torch.equal(groups, torch.arange(num_groups, device=groups.device))
-        for layer in self.layers:
+        is_all = torch.equal(groups, torch.arange(len(common[0].keys), device=groups.device))
+        for layer, shared in zip(self.layers, common, strict=True):
+            own = layer.tensors
             if layer.shared is None:
-                common = SharedStates(**layer.tensors, rows_each=rows_each)
-                own = {
-                    name: tensor.new_empty(len(index), tensor.shape[1], 0, tensor.shape[3])
-                    for name, tensor in layer.tensors.items()
-                }
-            else:
-                common = dataclasses.replace(layer.shared, rows_each=rows_each)
-                own = {name: tensor.index_select(0, index) for name, tensor in layer.tensors.items()}
-            layer.replace(own, common if is_all else common.map(lambda states: states.index_select(0, groups)))
+                own = {name: tensor.narrow(-2, 0, 0) for name, tensor in own.items()}
+            own = {name: tensor.index_select(0, index) for name, tensor in own.items()}
+            shared = dataclasses.replace(shared, rows_each=rows_each)
+            layer.replace(own, shared if is_all else shared.map(lambda states: states.index_select(0, groups)))
         self.rolling = None
         return True
 
-    def _take(self, index: torch.Tensor) -> None:
-        """Take streams, each with its own copy of what rows shared."""
-        if self.layers[0].shared is None:
-            self._map(lambda tensor: tensor.index_select(0, index))
-        else:
-            self._unshare(index)
-
     def _unshare(self, rows: torch.Tensor | None = None) -> None:
-        """Give each row, or each of these rows, its own copy of what rows share, if they do."""
-        if self.layers[0].shared is None:
+        """Give each row, or each of these rows, which alone stay, its own copy of what rows share."""
+        if rows is None and self.layers[0].shared is None:
             return
         for layer in self.layers:
             layer.replace(layer.unshared(rows))
@@ -519,17 +509,15 @@ class TransfoXLMemory(Cache):
                 raise ValueError(
                     f"`memories` must have the same settings and storage, but are {first!r} and {memory!r}."
                 )
-        memories = [copy.copy(memory) for memory in memories]
-        for memory in memories:
-            memory._unshare()
         joined = copy.copy(max(memories, key=lambda memory: memory.stored_length))
         length = joined.stored_length
         for index, layer in enumerate(joined.layers):
             tensors = {}
+            stored = [memory.layers[index].unshared() for memory in memories]
             for name, like in layer.tensors.items():
                 parts = []
-                for memory in memories:
-                    part = getattr(memory.layers[index], name)
+                for memory, of_memory in zip(memories, stored, strict=True):
+                    part = of_memory.get(name)
                     if part is None:
                         part = like.new_zeros(memory.batch_size, *like.shape[1:-2], 0, like.shape[-1])
                     parts.append(F.pad(part, (0, 0, length - part.shape[-2], 0)))
