@@ -7,7 +7,7 @@ holds the shortlist and then one column per cluster, in order. Both are apart fr
 with it but the width of the hidden states.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .configuration_transfo_xl import TransfoXLConfig
 from .recompute_transfo_xl import BucketLossFunction, TableGradient, TablePartsFunction
+from .weights_transfo_xl import is_plain
 
 # logits of one bucket that are held at once while scoring: 2**25 float32 numbers are 128 MiB
 MAX_LOGITS = 2**25
@@ -31,16 +32,34 @@ Tables: TypeAlias = list[tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Te
 # T tokens   V vocabulary   S size of a bucket   E width of a bucket's embeddings
 
 
-def make_projections(config: TransfoXLConfig) -> nn.ParameterDict:
-    """One `(d_model, E)` matrix per bucket that has one, under the bucket's number."""
-    num_buckets = 1 if config.div_val == 1 else config.num_clusters + 1
-    return nn.ParameterDict(
-        {
-            str(bucket): nn.Parameter(torch.empty(config.d_model, config.bucket_width(bucket)))
-            for bucket in range(num_buckets)
-            if config.has_projection(bucket)
-        }
-    )
+class BucketProjections(nn.ParameterDict):
+    """Projections between `d_model` and the width E of each bucket: one `(d_model, E)` matrix under its number.
+
+    Args:
+        config (`TransfoXLConfig`): Configuration of the model.
+        buckets (iterable of `int`): Buckets that get a matrix if the configuration gives them a projection.
+        reduces (`bool`): Whether hidden states are projected to E (softmax), or embeddings to `d_model`.
+    """
+
+    # a dictionary of parameters is not callable, but hooks and offloading act on calls only
+    __call__ = nn.Module.__call__
+
+    def __init__(self, config: TransfoXLConfig, buckets: Iterable[int], reduces: bool):
+        super().__init__(
+            {
+                str(bucket): nn.Parameter(torch.empty(config.d_model, config.bucket_width(bucket)))
+                for bucket in buckets
+                if config.has_projection(bucket)
+            }
+        )
+        self.reduces = reduces
+
+    def forward(self, states: torch.Tensor, bucket: int) -> torch.Tensor:
+        """Project states of one bucket, `(…, E)` -> `(…, d_model)`, or back; unchanged without a matrix."""
+        name = str(bucket)
+        if name not in self:
+            return states
+        return F.linear(states, self[name].t() if self.reduces else self[name])
 
 
 class AdaptiveEmbedding(nn.Module):
@@ -58,7 +77,7 @@ class AdaptiveEmbedding(nn.Module):
             starts = [0, *config.cutoffs]
             for bucket, (start, end) in enumerate(zip(starts, self.bucket_ends, strict=True)):
                 self.emb_layers.append(nn.Embedding(end - start, config.bucket_width(bucket)))
-        self.emb_projs = make_projections(config)
+        self.emb_projs = BucketProjections(config, range(len(self.emb_layers)), reduces=False)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Look up tokens.
@@ -73,22 +92,18 @@ class AdaptiveEmbedding(nn.Module):
             `torch.Tensor` of shape `(batch_size, sequence_length, d_model)`.
         """
         if len(self.emb_layers) == 1:
-            return self._project(self.emb_layers[0](input_ids), 0) * self.scale
+            return self.emb_projs(self.emb_layers[0](input_ids), 0) * self.scale
         embeddings = None
         start = 0
         for bucket, (end, table) in enumerate(zip(self.bucket_ends, self.emb_layers, strict=True)):
             rows = (input_ids - start).clamp(0, end - start - 1)
-            candidate = self._project(table(rows), bucket)
+            candidate = self.emb_projs(table(rows), bucket)
             if embeddings is None:
                 embeddings = candidate
             else:
                 embeddings = torch.where((input_ids >= start)[..., None], candidate, embeddings)
             start = end
         return embeddings * self.scale
-
-    def _project(self, embeddings: torch.Tensor, bucket: int) -> torch.Tensor:
-        name = str(bucket)
-        return F.linear(embeddings, self.emb_projs[name]) if name in self.emb_projs else embeddings
 
 
 class AdaptiveLogSoftmax(nn.Module):
@@ -107,37 +122,28 @@ class AdaptiveLogSoftmax(nn.Module):
         self.out_layers = nn.ModuleList()
         if config.div_val == 1:
             self.out_layers.append(nn.Linear(config.d_embed, config.vocab_size))
-            # here each bucket may have a projection of its own even though they are equally wide
-            self.out_projs = nn.ParameterDict(
-                {
-                    str(bucket): nn.Parameter(torch.empty(config.d_model, config.d_embed))
-                    for bucket in range(self.num_clusters + 1)
-                    if config.has_projection(bucket)
-                }
-            )
         else:
             starts = [0, *config.cutoffs]
             for bucket, (start, end) in enumerate(zip(starts, self.bucket_ends, strict=True)):
                 self.out_layers.append(nn.Linear(config.bucket_width(bucket), end - start))
-            self.out_projs = make_projections(config)
+        # each bucket may have a projection of its own even where they are equally wide
+        self.out_projs = BucketProjections(config, range(self.num_clusters + 1), reduces=True)
         if self.num_clusters:
             self.cluster_weight = nn.Parameter(torch.empty(self.num_clusters, config.d_embed))
             self.cluster_bias = nn.Parameter(torch.empty(self.num_clusters))
 
-    def _project(self, bucket: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        name = str(bucket)
-        # (…, d_model) x (d_model, E) -> (…, E)
-        return F.linear(hidden_states, self.out_projs[name].t()) if name in self.out_projs else hidden_states
-
     def _logits(self, bucket: int, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits of one bucket, `(…, S)`; those of the shortlist are followed by one column per cluster."""
-        hidden_states = self._project(bucket, hidden_states)
+        hidden_states = self.out_projs(hidden_states, bucket)
         if len(self.out_layers) == self.num_clusters + 1:
             logits = self.out_layers[bucket](hidden_states)
         else:
             table: Any = self.out_layers[0]
             rows = slice([0, *self.bucket_ends][bucket], self.bucket_ends[bucket])
-            logits = F.linear(hidden_states, table.weight[rows], table.bias[rows])
+            if is_plain(table, nn.Linear):
+                logits = F.linear(hidden_states, table.weight[rows], table.bias[rows])
+            else:
+                logits = table(hidden_states)[..., rows]
         if bucket == 0 and self.num_clusters:
             logits = torch.cat([logits, F.linear(hidden_states, self.cluster_weight, self.cluster_bias)], dim=-1)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -186,7 +192,23 @@ class AdaptiveLogSoftmax(nn.Module):
                 parts.append(head.new_full((*head.shape[:-1], size), float("-inf")))
         return torch.cat(parts, dim=-1) if len(parts) > 1 else head
 
-    def forward(self, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, targets: torch.Tensor | None = None, num_candidates: int | None = None
+    ) -> torch.Tensor:
+        """Score one token per position or, without `targets`, return what a language model returns as logits.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(batch_size, sequence_length, d_model)`): Output of the last layer.
+            targets (`torch.Tensor` of shape `(batch_size, sequence_length)`, *optional*): As for `losses`.
+            num_candidates (`int`, *optional*): As for `log_prob`.
+
+        Returns:
+            `torch.Tensor`: `(batch_size, sequence_length)` as from `losses`, or `(batch_size, sequence_length,
+            vocab_size)` as from `logits`.
+        """
+        return self.logits(hidden_states, num_candidates) if targets is None else self.losses(hidden_states, targets)
+
+    def losses(self, hidden_states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Negative log-likelihood of one token per position, without a (tokens x vocabulary) tensor.
 
         Tokens are sorted by bucket, so that each cluster is computed for its own tokens only; the bucket sizes are
@@ -256,7 +278,7 @@ class AdaptiveLogSoftmax(nn.Module):
         if tables is not None:
             weight, bias, of_weight = tables[bucket]
             clusters = (self.cluster_weight, self.cluster_bias) if bucket == 0 and self.num_clusters else (None, None)
-            states = self._project(bucket, hidden_states)
+            states = self.out_projs(hidden_states, bucket)
             return BucketLossFunction.apply(states, columns, weight, bias, *clusters, of_weight, MAX_LOGITS)
 
         def losses_of(hidden: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
@@ -277,11 +299,10 @@ class AdaptiveLogSoftmax(nn.Module):
     def _tables(self) -> Tables | None:
         """Weight and bias per bucket, and where the gradient of a weight goes if it is part of a table.
 
-        None where weights are not to be read: while compiling, or where an adapter or a quantised layer has taken the
-        place of one, which must be called as it is.
+        `None` where layers must be called instead: while compiling, or where one of them is not plain.
         """
         layers: list[Any] = list(self.out_layers)
-        if torch.compiler.is_compiling() or any(type(layer) is not nn.Linear for layer in layers):
+        if torch.compiler.is_compiling() or not all(is_plain(layer, nn.Linear) for layer in layers):
             return None
         if len(layers) == self.num_clusters + 1:
             return [(layer.weight, layer.bias, None) for layer in layers]

@@ -28,6 +28,7 @@ from .positions_transfo_xl import (
 )
 from .recompute_transfo_xl import RelativeAttentionFunction
 from .sharing_transfo_xl import SharedStates, StatesInFront, ZeroStates
+from .weights_transfo_xl import is_plain
 
 # B batch   H heads   Q queries (one segment)   K keys: start slots, then stored ones, then the segment's
 # D head size   N = K + Q rows of a position table
@@ -195,7 +196,8 @@ class SegmentAttention(nn.Module):
             relative_keys (`RelativeKeys`): Position table.
             memory_states (`torch.Tensor` of shape `(batch_size, stored_length, d_model)`, *optional*):
                 Inputs of this layer in earlier segments, without gradient.
-            cache (*optional*): Keeps keys and values instead; `update` returns those of memory and segment.
+            cache (*optional*): Keeps keys and values; `update` takes the new ones, those of `memory_states` included,
+                and returns those of memory and segment.
             shared ([`SharedStates`], *optional*): Keys and values in front of those, which `cache` leaves out.
             biases (`tuple` of two tensors of shape `(n_head, d_head)`, *optional*): u and v if all layers share them.
             output_attentions (`bool`): Whether to return the probabilities.
@@ -350,7 +352,7 @@ class SegmentAttention(nn.Module):
         compiles = torch.compiler.is_compiling()
         if not layout.zero_start or (not compiles and layout.start_slots == 0 and layout.start_mask is None):
             return None
-        if self.pre_lnorm or type(self.qkv_net) is not nn.Linear:
+        if self.pre_lnorm or not is_plain(self.qkv_net, nn.Linear):
             # a normalisation in front, or a layer of a user, may give the zero vector a value
             key, value = self.project_memory(hidden_states.new_zeros(1, 1, hidden_states.shape[-1]))
         else:
@@ -401,8 +403,7 @@ class RelativeAttention(SegmentAttention):
     """
 
     def project_memory(self, memory_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if type(self.qkv_net) is not nn.Linear:
-            # an adapter or a quantised layer must be called as it is
+        if not is_plain(self.qkv_net, nn.Linear):
             return super().project_memory(memory_states)
         if self.config.pre_lnorm:
             memory_states = self.layer_norm(memory_states)

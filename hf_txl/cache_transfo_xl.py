@@ -100,8 +100,6 @@ class SegmentInProgress:
     # in sequence; `None`: all of the segment is real
     real: torch.Tensor | None
     order: torch.Tensor | None
-    # stored hidden states as keys and values, per layer, where they are converted
-    converted: list[dict[str, torch.Tensor]]
     # the memory after the segment, per layer
     staged: list[dict[str, torch.Tensor]]
     # where keys and values are appended in place: keys of layer 0, values of layer 0, keys of layer 1 …; the slots of
@@ -274,7 +272,7 @@ class TransfoXLMemory(Cache):
             else:
                 real = torch.cat([stored_mask, segment_mask], dim=1)
             order = torch.argsort(real.int(), dim=1, stable=True)
-        self._segment = SegmentInProgress(real, order, [{} for _ in self.layers], [{} for _ in self.layers])
+        self._segment = SegmentInProgress(real, order, [{} for _ in self.layers])
         if self.storage == "keys_values" and order is None and not torch.compiler.is_compiling():
             self._roll(self._segment, inputs_embeds.shape[1])
         return storage
@@ -315,10 +313,6 @@ class TransfoXLMemory(Cache):
                 f"computes, but holds width {stored.shape[-1]} and dtype {stored.dtype}."
             )
 
-    def convert(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Let keys and values `(B, H, S, D)` stand for the stored hidden states of a layer from this segment on."""
-        self._in_progress.converted[layer_idx] = {"keys": keys, "values": values}
-
     @property
     def real_mask(self) -> torch.Tensor | None:
         """Which positions of memory and the segment that began are real, `(B, S + Q)`, or `None` if the segment is."""
@@ -334,7 +328,8 @@ class TransfoXLMemory(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of memory and segment, `(B, H, S + Q, D)`; the newest are kept when the segment ends.
 
-        Of a memory that rows share, those of the rows' own positions.
+        Of a memory that rows share, those of the rows' own positions. Of one that stores hidden states, the new ones
+        begin with those that the layer computed of the stored states.
         """
         segment, index = self._in_progress, 2 * layer_idx
         if segment.slots:
@@ -342,7 +337,7 @@ class TransfoXLMemory(Cache):
                 check_keys(slots, new)
                 slots.copy_(new)
             return segment.full[index], segment.full[index + 1]
-        before = segment.converted[layer_idx] or self.layers[layer_idx].tensors
+        before = self.layers[layer_idx].tensors
         full = {}
         for name, new in (("keys", key_states), ("values", value_states)):
             stored = before.get(name)

@@ -37,6 +37,7 @@ from .cache_transfo_xl import TransfoXLMemory
 from .configuration_transfo_xl import TransfoXLConfig
 from .past_transfo_xl import open_past
 from .recompute_transfo_xl import ReluDropoutFunction
+from .weights_transfo_xl import is_plain
 
 # B batch   Q positions of the segment
 
@@ -87,13 +88,17 @@ class TransfoXLFeedForward(nn.Module):
         return self.layer_norm(hidden_states + self._transform(hidden_states))
 
     def _transform(self, states: torch.Tensor) -> torch.Tensor:
-        expand, relu, drop, contract, drop_last = self.CoreNet
-        states = expand(states)
-        if self.training and not torch.compiler.is_compiling():
-            states = ReluDropoutFunction.apply(states, drop.p)
-        else:
-            states = drop(relu(states))
-        return drop_last(contract(states))
+        if not (self.training and self._keeps_one_tensor()):
+            return self.CoreNet(states)
+        expand, _, drop, contract, drop_last = self.CoreNet
+        return drop_last(contract(ReluDropoutFunction.apply(expand(states), drop.p)))
+
+    def _keeps_one_tensor(self) -> bool:
+        """Whether activation and dropout may be one function, of which the backward pass keeps only the result."""
+        if torch.compiler.is_compiling() or not is_plain(self.CoreNet, nn.Sequential) or len(self.CoreNet) != 5:
+            return False
+        _, relu, drop, *_ = self.CoreNet
+        return drop.training and is_plain(relu, nn.ReLU) and is_plain(drop, nn.Dropout)
 
 
 class TransfoXLLayer(GradientCheckpointingLayer):
@@ -367,7 +372,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         all_hidden_states, all_attentions = [hidden_states], []
         layer: Any
         for layer_idx, layer in enumerate(self.layers):
-            memory_states = past.read(layer_idx, layer.dec_attn, hidden_states)
+            memory_states = past.read(layer_idx, hidden_states)
             hidden_states, probabilities = layer(
                 hidden_states,
                 layout,
@@ -528,7 +533,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         logits = None
         if return_logits:
             positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.crit.logits(hidden_states[:, positions], num_candidates)
+            logits = self.crit(hidden_states[:, positions], num_candidates=num_candidates)
         return TransfoXLCausalLMOutput(
             loss=loss,
             logits=logits,

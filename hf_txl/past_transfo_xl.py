@@ -80,8 +80,8 @@ class Past:
         oldest = torch.full((1, 1), -config.mem_len, device=self.device)
         return AttentionLayout.from_mask(self.mask, 0, self.query_length, start_slots, window, zero_start, oldest)
 
-    def read(self, layer_idx: int, attention: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Stored inputs of a layer, `(B, S, d_model)`, if it keeps inputs; `hidden_states` is its input now."""
+    def read(self, layer_idx: int, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Stored inputs of a layer, `(B, S, d_model)`, if it kept inputs; `hidden_states` is its input now."""
         return None
 
     def shared_states(self, layer_idx: int) -> SharedStates | None:
@@ -192,14 +192,10 @@ class MemoryPast(Past):
             self.query_length, key_length, start_slots, zero_start, memory.window, key_mask, start_mask
         )
 
-    def read(self, layer_idx: int, attention: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        stored = self.memory.layers[layer_idx].hidden_states
+    def read(self, layer_idx: int, hidden_states: torch.Tensor) -> torch.Tensor | None:
         if self.key_value_store is None:
             self.memory.write(layer_idx, hidden_states)
-            return stored
-        if stored is not None:
-            self.memory.convert(layer_idx, *attention.project_memory(stored))
-        return None
+        return self.memory.layers[layer_idx].hidden_states
 
     def shared_states(self, layer_idx: int) -> SharedStates | None:
         return self.memory.layers[layer_idx].shared

@@ -22,8 +22,9 @@ CONVERSION = "conversion"  # a source folder beside the package, installed as hf
 # the package's modules by layer, each with the modules of ours that it may import
 FLAT = {
     "configuration_transfo_xl": set(),
+    "weights_transfo_xl": set(),
     # it is built from the same configuration as the model, not from a dozen of its numbers
-    "adaptive_transfo_xl": {"configuration_transfo_xl", "recompute_transfo_xl"},
+    "adaptive_transfo_xl": {"configuration_transfo_xl", "recompute_transfo_xl", "weights_transfo_xl"},
     "tokenization_transfo_xl": set(),
     # it wraps a layer of the library, nothing of ours
     "rolling_transfo_xl": set(),
@@ -36,6 +37,7 @@ FLAT = {
         "positions_transfo_xl",
         "recompute_transfo_xl",
         "sharing_transfo_xl",
+        "weights_transfo_xl",
     },
     "past_transfo_xl": {
         "configuration_transfo_xl",
@@ -51,6 +53,7 @@ FLAT = {
         "adaptive_transfo_xl",
         "past_transfo_xl",
         "recompute_transfo_xl",
+        "weights_transfo_xl",
     },
 }
 LIBRARY = {
