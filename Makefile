@@ -15,12 +15,13 @@ ARGS ?=
 PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 4
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow check style build clean
+.PHONY: help venv demo test test-slow test-isa check style build clean
 
 help:
 	@echo 'make demo       train, evaluate and sample a small model on the text in this repository (minutes)'
 	@echo 'make test       the tests that need no network and are not marked slow'
 	@echo 'make test-slow  the tests marked slow'
+	@echo 'make test-isa   the tests of numbers as on processors with fewer instructions (minutes)'
 	@echo 'make check      ruff, formatting, mypy'
 	@echo 'make style      let ruff repair and format'
 	@echo 'make build      source distribution and wheel in dist/'
@@ -43,13 +44,27 @@ demo: $(READY)
 	$(BIN)/hf-txl demo $(ARGS)
 
 # one thread per test process: the processes share the cores
-test test-slow: export OMP_NUM_THREADS ?= 1
+test test-slow test-isa: export OMP_NUM_THREADS ?= 1
 
 test: $(READY)
 	$(PYTEST) -m 'not slow and not network' $(ARGS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m 'slow and not network' $(ARGS)
+
+# the tests that compare numbers; a compiled model has kernels of its own, and tokens are compared in `make test` alone
+ISA_TESTS := $(addprefix tests/model/test_,against_the_slow_model.py backends.py classification.py losses.py \
+	memory.py padding.py precision.py sharing.py training.py) \
+	$(addprefix tests/unit/test_,adaptive.py attention.py cache.py half_loss.py recompute.py scoring.py) \
+	tests/parity tests/property tests/training/test_trainer.py
+PYTEST_ISA = $(PYTEST) -m 'not slow and not network' -k 'not compile' $(ISA_TESTS) $(ARGS)
+
+# AVX2 without AVX-512 and bfloat16; SSE alone; and products that round otherwise for every shape. The first lines of
+# each run name the kernels.
+test-isa: $(READY)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(PYTEST_ISA)
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(PYTEST_ISA)
+	$(PYTEST_ISA) -p tests.rounding
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """What all tests share: the package is registered, seeds are fixed, GPU tests say why they are skipped."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -7,6 +8,13 @@ import torch
 from transformers import set_seed
 
 import hf_txl  # noqa: F401  registers the Auto classes
+
+
+def pytest_report_header() -> str:
+    """Which instructions the numbers come from, and what limits them."""
+    names = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+    limits = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    return " ".join(["kernels:", torch.backends.cpu.get_cpu_capability(), *limits])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -266,7 +266,8 @@ def test_labels_of_any_integer_type_are_read(dtype: torch.dtype) -> None:
     expected = model(ids, labels=ids)
     for arguments in ({"labels": ids.to(dtype)}, {"shift_labels": F.pad(ids[:, 1:], (0, 1)).to(dtype)}):
         losses = model(ids.to(dtype), **arguments).losses
-        assert torch.equal(losses[:, :-1], expected.losses[:, :-1])
+        # shifted labels have a target more, so products over another number of rows
+        assert_close("losses", losses[:, :-1], expected.losses[:, :-1], **FLOAT32)
 
 
 # --- with memory and masks

@@ -74,7 +74,7 @@ def snapshot(memory: TransfoXLMemory) -> dict[str, Any]:
 @pytest.mark.parametrize("segments", [[5, 2, 1], [1] * 9, [13], [4, 1, 7], [2, 2]])
 @torch.no_grad()
 def test_memory_is_the_last_inputs_of_each_layer(segments: list[int], mem_len: int) -> None:
-    """C01: exactly, after every segment, whichever of memory and segment is longer."""
+    """C01: exactly what entered, after every segment, whichever of memory and segment is longer."""
     model = make_model(mem_len=mem_len)
     memory = model.init_memory(2, stores="hidden_states")
     ids, read = random_ids(2, sum(segments)), 0
@@ -85,8 +85,9 @@ def test_memory_is_the_last_inputs_of_each_layer(segments: list[int], mem_len: i
             assert memory.stored_length == min(mem_len, read)
             for layer, stream in zip(memory.layers, inputs, strict=True):
                 assert torch.equal(layer.hidden_states, torch.cat(stream, dim=1)[:, -mem_len:])
+    # embeddings of all positions at once are other products, which may round otherwise
     embeddings = model.get_input_embeddings()(ids)
-    assert torch.equal(memory.layers[0].hidden_states, embeddings[:, -mem_len:])
+    assert_close("embeddings", memory.layers[0].hidden_states, embeddings[:, -mem_len:], **FLOAT32)
 
 
 @pytest.mark.parametrize("segments", [[5, 2, 1], [1] * 9, [13], [4, 1, 7]])

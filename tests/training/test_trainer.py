@@ -126,9 +126,15 @@ def test_a_trained_text_equals_a_loop_over_its_segments(tmp_path: Path) -> None:
 
 
 def test_bfloat16_trains_what_a_loop_under_autocast_trains(tmp_path: Path) -> None:
-    trainer = trained(tmp_path, max_steps=33, bf16=True)
+    """Bit by bit, with the AdamW of the loop: the trainer's default is the fused one, which rounds otherwise.
+
+    One unit in the last place of a float32 weight is enough: after some steps it moves a weight to the next bfloat16,
+    2^-8 of it away, and the two runs then go apart to 2e-3, as do any two whose weights differ by 1e-7 at the start.
+    No tolerance lies between that and another program; the first steps have equal gradients in either case.
+    """
+    trainer = trained(tmp_path, max_steps=33, bf16=True, optim="adamw_torch")
     expected = hand_loop(tiny_model(), stream_segments(TEXT, 3, 7), 33, bf16=True)
-    assert_same_weights(trainer.model, expected, **SAME)
+    assert_same_weights(trainer.model, expected)
     weights = dict(trainer.model.named_parameters())
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     # it was not float32 that trained
