@@ -215,7 +215,8 @@ def test_each_row_of_documents_is_reset_on_its_own(tmp_path: Path) -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    assert_same_weights(trainer.model, expected, **SAME)
+    # rows alone are other products: Adam makes of 5e-8 in a gradient near zero up to 3e-3 * 5e-8 / EPSILON a step
+    assert_same_weights(trainer.model, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_data_set_of_lines_is_one_text(tmp_path: Path) -> None:
