@@ -46,8 +46,9 @@ from tqdm.auto import tqdm
 import hf_txl
 from hf_txl import TransfoXLConfig, TransfoXLForCausalLM
 from hf_txl.data import TokenStreams
-from hf_txl.demo import character_tokenizer, demo_text, warm_up_and_cosine
+from hf_txl.demo import demo_text
 from hf_txl.scoring import evaluate_stream
+from hf_txl.tokenization_transfo_xl import build_vocabulary
 
 KINDS = ("transformer_xl", "learned_relative", "shaw", "huang", "absolute_sinusoid", "absolute_learned")
 # raise it when what a cell means changes, so that cells of an earlier version are not kept
@@ -150,8 +151,9 @@ CELLS = [Cell(kind, recurrence, loss) for loss in ("full", "half") for recurrenc
 def read_text() -> tuple[torch.Tensor, torch.Tensor, int]:
     """Ids for training, held-out ids, and the size of the vocabulary."""
     text = demo_text()
-    vocabulary = character_tokenizer(text).get_vocab()
-    # one token per character, so that looking them up is all there is to do, and is faster
+    # one token per character: looking it up replaces a tokenizer and is faster; `<unk>` is the last id
+    symbols = [*build_vocabulary([text], "characters", special=()), "<unk>"]
+    vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
     token_ids = torch.tensor([vocabulary[character] for character in text])
     split = int(0.9 * len(token_ids))
     return token_ids[:split], token_ids[split:], len(vocabulary)
@@ -197,6 +199,17 @@ def make_matched_model(cell: Cell, settings: Settings, vocab_size: int) -> Trans
     model = make_model(cell, settings, vocab_size, d_inner)
     assert abs(model.num_parameters() / target - 1) <= 0.05, (cell.name, model.num_parameters(), target)
     return model
+
+
+def warm_up_and_cosine(steps: int, warmup_steps: int) -> Callable[[int], float]:
+    """Learning rate by step, as a part of the highest: a linear rise that starts above 0, then a cosine to 0."""
+
+    def rate(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps)))
+
+    return rate
 
 
 def train(

@@ -9,6 +9,7 @@ checkpoint, whose `model` is a model folder. `examples/train.py` does the same a
 
 import hashlib
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,10 +20,11 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from tqdm.auto import tqdm
 
-from hf_txl import TransfoXLConfig, TransfoXLForCausalLM
+from hf_txl import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer
 from hf_txl.data import TokenStreams
-from hf_txl.demo import character_tokenizer, demo_text, warm_up_and_cosine
+from hf_txl.demo import demo_text
 from hf_txl.scoring import evaluate_stream
+from hf_txl.tokenization_transfo_xl import build_vocabulary
 from hf_txl.training import read_memory, write_memory
 
 
@@ -55,6 +57,13 @@ def find_checkpoint(folder: Path, settings: dict[str, Any]) -> Path | None:
     return found
 
 
+def rate(step: int, steps: int, warmup_steps: int) -> float:
+    """Learning rate of a step as a part of the highest: it rises along a line and falls along a cosine."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps)))
+
+
 def main(
     text_file: Annotated[Path | None, typer.Argument(exists=True, dir_okay=False, help="UTF-8 text.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for checkpoints.")] = Path("accelerate_run"),
@@ -85,7 +94,8 @@ def main(
         raise typer.BadParameter(f"TEXT_FILE must be UTF-8, but {text_file} is not: {error}.") from error
     settings |= {"processes": world_size, "text": hashlib.sha256(text.encode()).hexdigest()}
     checkpoint = find_checkpoint(output, settings)
-    tokenizer = character_tokenizer(text)
+    symbols = build_vocabulary([text], "characters", special=("<unk>",))
+    tokenizer = TransfoXLTokenizer.from_vocabulary(symbols, "characters")
     ids = tokenizer(text, return_tensors="pt").input_ids[0]
     train_ids, held_out_ids = ids[: len(ids) * 9 // 10], ids[len(ids) * 9 // 10 :]
     if len(held_out_ids) < 2 * batch_size:
@@ -100,7 +110,6 @@ def main(
     lengths = {"mem_len": segment_length, "clamp_len": -1, "same_length": False}
     bare_model = TransfoXLForCausalLM(TransfoXLConfig(vocab_size=len(tokenizer), **width, **lengths))
     model, optimizer = accelerator.prepare(bare_model, torch.optim.Adam(bare_model.parameters()))
-    rate = warm_up_and_cosine(steps, warmup_steps)
     # One memory per process, of its own rows: gradients are averaged over processes, but one's past is not another's.
     memory = bare_model.init_memory(num_rows)
     set_seed(seed + rank)  # the weights are the same everywhere, dropout is not
@@ -122,7 +131,7 @@ def main(
         num_tokens = sum(part["input_ids"].numel() for part in parts)
         train_loss = torch.zeros((), device=accelerator.device)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * rate(step)
+            group["lr"] = learning_rate * rate(step, steps, warmup_steps)
         model.train()
         for part in parts:
             with accelerator.accumulate(model):

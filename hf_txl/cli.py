@@ -28,7 +28,7 @@ def demo(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Training steps.", show_default="minutes on two cores")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights and sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of weights and sample.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model for seconds instead of minutes.")] = False,
 ) -> None:
     """Train a small character model on the text in the package, show what its memory is worth, save it and sample."""
@@ -39,11 +39,8 @@ def demo(
 
     # ours say more than those for reading and writing a few files
     logging.disable_progress_bar()
-    try:
+    with _errors_as_messages():
         result = run_demo(output, steps=steps, seed=seed, quick=quick)
-    except (FileExistsError, PermissionError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from error
     typer.echo("\n" + result.report())
     if not result.memory_helps:
         typer.echo("Error: memory did not help on the held-out text; train longer (--steps).", err=True)

@@ -1,52 +1,53 @@
-"""The demo: train a small character model, show what its memory is worth, save it, load it again and let it write.
+"""The demo: train a small character model, measure what its memory is worth, save, reload and sample it.
 
-Everything a real training run does, in minutes on two cores: rows that go on from batch to batch, a memory as long as
-the segment, warm-up and cosine decay, clipping at 0.25, evaluation of held-out text with memories of several lengths.
-The text is in `demo_text`, whose `SOURCE.txt` says where it comes from.
+It takes the way of a real training run, in minutes on two cores: a vocabulary counted from the text, streams that
+continue from batch to batch in a [`TransfoXLTrainer`], warm-up and cosine decay, gradients clipped at 0.25, and
+evaluation of held-out text with memories of several lengths. The text is in `demo_text`, whose `SOURCE.txt` gives its
+origin.
 """
 
 import json
 import lzma
-import math
-import time
-from collections import Counter
-from collections.abc import Callable
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback
 
 from .configuration_transfo_xl import TransfoXLConfig
-from .data import TokenStreams
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .scoring import StreamScore, evaluate_stream
 from .staging import check_writable, written_beside
+from .text_generation import generate_text
+from .tokenization_transfo_xl import TransfoXLTokenizer, build_vocabulary
+from .training import TransfoXLTrainer, TransfoXLTrainingArguments
 
 # marks a folder that a demo wrote, and holds its numbers
 RESULTS_FILE = "demo.json"
-UNKNOWN = "<unk>"
 
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """What is trained, and how. The defaults are what two cores can do in a few minutes.
+    """Size of the model and settings of its training. The defaults take two cores a few minutes.
 
     Args:
         steps (`int`): Optimizer steps.
-        batch_size (`int`): Rows read in parallel.
-        segment_length (`int`): Characters per row and step, and positions of memory: L = M.
+        batch_size (`int`): Streams read in parallel.
+        segment_length (`int`): Characters per stream and step, and positions of memory: L = M.
         n_layer, d_model, n_head, d_inner (`int`): Size of the model.
         learning_rate (`float`): Highest learning rate.
         warmup (`float`): Part of the steps in which it rises.
         weight_decay (`float`): For matrices; biases, normalisations and the two attention biases have none.
         clip (`float`): Largest norm of the gradient.
         held_out (`int`, *optional*): Held-out characters to evaluate, all if `None`.
-        sample_length (`int`): Characters to write.
+        sample_length (`int`): Characters to sample.
     """
 
     steps: int = 1800
@@ -130,95 +131,82 @@ def demo_text() -> str:
     return lzma.decompress(archive.read_bytes()).decode("ascii")
 
 
-def character_tokenizer(text: str) -> PreTrainedTokenizerFast:
-    """One token per character of a text, sorted by falling frequency; decoding gives back exactly what was encoded.
-
-    It saves as a plain `tokenizer.json`, which `AutoTokenizer` loads without code of ours. A character that is not in
-    the text becomes `<unk>`, the last id.
-    """
-    frequencies = Counter(text)
-    # ties by code point, so that the order depends on nothing else
-    characters = sorted(frequencies, key=lambda character: (-frequencies[character], character))
-    vocabulary = {character: index for index, character in enumerate([*characters, UNKNOWN])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    # a dot would not match the end of a line
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=UNKNOWN, clean_up_tokenization_spaces=False)
+def _character_tokenizer(text: str) -> TransfoXLTokenizer:
+    symbols = build_vocabulary([text], "characters", special=("<unk>",))
+    return TransfoXLTokenizer.from_vocabulary(symbols, "characters")
 
 
-def warm_up_and_cosine(steps: int, warmup_steps: int) -> Callable[[int], float]:
-    """Learning rate by step, as a part of the highest: it rises along a line and falls along a cosine."""
+def _new_model(settings: DemoSettings, vocab_size: int) -> TransfoXLForCausalLM:
+    return TransfoXLForCausalLM(
+        TransfoXLConfig(
+            vocab_size=vocab_size,
+            n_layer=settings.n_layer,
+            d_model=settings.d_model,
+            n_head=settings.n_head,
+            d_inner=settings.d_inner,
+            mem_len=settings.segment_length,
+            clamp_len=-1,
+            same_length=False,
+            # so short a training does not overfit
+            dropout=0.0,
+        )
+    )
 
-    def rate(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps)))
 
-    return rate
+def _training_arguments(
+    output_dir: str, settings: DemoSettings, seed: int, progress: bool
+) -> TransfoXLTrainingArguments:
+    return TransfoXLTrainingArguments(
+        output_dir=output_dir,
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.batch_size,
+        segment_length=settings.segment_length,
+        # whole segments only, so that every step counts the same number of characters
+        dataloader_drop_last=True,
+        learning_rate=settings.learning_rate,
+        warmup_steps=max(1, round(settings.warmup * settings.steps)),
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.clip,
+        seed=seed,
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=not progress,
+        logging_strategy="steps" if progress else "no",
+        logging_steps=max(1, settings.steps // 10),
+    )
 
 
-def train(
-    model: TransfoXLForCausalLM, token_ids: torch.Tensor, settings: DemoSettings, progress: bool = True
+def _train(
+    model: TransfoXLForCausalLM, token_ids: torch.Tensor, settings: DemoSettings, seed: int, progress: bool
 ) -> float:
-    """Train on a text in streams with memory.
-
-    Args:
-        model ([`TransfoXLForCausalLM`]): Is changed.
-        token_ids (`torch.Tensor` of shape `(num_tokens,)`): The text; it is read again from its start if it ends.
-        settings ([`DemoSettings`]): How.
-        progress (`bool`, defaults to `True`): Whether to show a progress bar.
-
-    Returns:
-        `float`: Seconds.
-    """
-    streams = TokenStreams(token_ids, settings.batch_size, settings.segment_length, drop_last=True)
-    decayed: list[torch.nn.Parameter] = []
-    free: list[torch.nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        # biases and normalisations are vectors, u and v are (heads, width)
-        (free if parameter.dim() < 2 or name.endswith(("r_w_bias", "r_r_bias")) else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": free, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate)
-    warmup_steps = max(1, round(settings.warmup * settings.steps))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up_and_cosine(settings.steps, warmup_steps))
-    memory = model.init_memory(settings.batch_size)
-    segments = streams.segments()
-    average = None
-    started = time.perf_counter()
-    model.train()
-    bar = tqdm(range(settings.steps), desc="training", unit="step", disable=not progress)
-    for _ in bar:
-        segment = next(segments, None)
-        if segment is None:
-            # the rows begin again, so what they remember is no longer what precedes them
-            memory.reset()
-            segments = streams.segments()
-            segment = next(segments)
-        inputs = {name: tensor.to(model.device) for name, tensor in segment.items()}
-        loss = model(**inputs, cache=memory).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
-        optimizer.step()
-        schedule.step()
-        average = loss.item() if average is None else 0.98 * average + 0.02 * loss.item()
-        bar.set_postfix(loss=f"{average:.3f}", refresh=False)
-    model.eval()
-    return time.perf_counter() - started
+    """Train `model` on a text in streams with memory; returns the seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = _training_arguments(folder, settings, seed, progress)
+        trainer = TransfoXLTrainer(model, args, train_dataset=token_ids)
+        # without a progress bar the library prints every log as a dictionary
+        trainer.remove_callback(PrinterCallback)
+        return float(trainer.train().metrics["train_runtime"])
 
 
-def write_sample(
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Restore the random states of Python, NumPy and torch, all of which training and sampling seed."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _sample(
     model: TransfoXLForCausalLM, tokenizer: PreTrainedTokenizerBase, prompt: str, length: int, seed: int
 ) -> str:
-    """`length` sampled tokens that follow a prompt; the memory is as long as in training."""
-    ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        output = model.generate(
-            ids, cache=model.init_memory(1), do_sample=True, temperature=0.8, top_k=0, max_new_tokens=length
-        )
-    return str(tokenizer.decode(output[0, ids.shape[1] :]))
+    with _random_numbers_kept():
+        settings: dict[str, Any] = {"temperature": 0.8, "top_k": 0, "seed": seed}
+        return generate_text(model, tokenizer, prompt, max_new_tokens=length, progress=False, **settings).text
 
 
 def _check_replaceable(folder: Path) -> None:
@@ -256,8 +244,8 @@ def run_demo(
 ) -> DemoResult:
     """Train, evaluate, save, load and sample.
 
-    The folder appears, or replaces that of an earlier demo, only when all is done. Random numbers of the caller are
-    left as they are.
+    The folder appears, or replaces that of an earlier demo, only when all is done. The random states of the caller are
+    restored.
 
     Args:
         output_dir (`str` or `Path`): Where to save; a new or empty folder, or one that a demo wrote.
@@ -272,6 +260,8 @@ def run_demo(
         [`DemoResult`]
 
     Raises:
+        ImportError: if `accelerate`, which the library's `Trainer` needs, is not installed.
+        ValueError: if `steps` or `seed` is out of its range.
         FileExistsError, PermissionError: if `output_dir` holds what no demo wrote, or cannot be made.
         RuntimeError: if the saved model does not give the numbers of the trained one.
     """
@@ -281,36 +271,25 @@ def run_demo(
         settings = replace(settings, steps=steps)
     if settings.steps < 1:
         raise ValueError(f"`steps` must be at least 1, but is {settings.steps}.")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"`seed` must be between 0 and 2**32 - 1, but is {seed}.")
     folder = Path(output_dir).resolve()
     # now rather than after the training; nothing is written until then
     check_writable(folder, _check_replaceable)
 
     text = demo_text() if text is None else text
-    tokenizer = character_tokenizer(text)
+    tokenizer = _character_tokenizer(text)
     token_ids = tokenizer(text, return_tensors="pt").input_ids[0]
     split = int(0.9 * len(token_ids))
     train_ids, held_out_ids = token_ids[:split], token_ids[split:][: settings.held_out]
     length = settings.segment_length
-    with torch.random.fork_rng():
+    with _random_numbers_kept():
         torch.manual_seed(seed)
-        model = TransfoXLForCausalLM(
-            TransfoXLConfig(
-                vocab_size=len(tokenizer),
-                n_layer=settings.n_layer,
-                d_model=settings.d_model,
-                n_head=settings.n_head,
-                d_inner=settings.d_inner,
-                mem_len=length,
-                clamp_len=-1,
-                same_length=False,
-                # so short a training does not overfit
-                dropout=0.0,
-            )
-        )
-        seconds = train(model, train_ids, settings, progress)
+        model = _new_model(settings, len(tokenizer))
+        seconds = _train(model, train_ids, settings, seed, progress)
 
     def score(scored: TransfoXLForCausalLM, mem_len: int) -> StreamScore:
-        # some rows, for speed; few, for each starts with nothing remembered
+        # several streams, for speed; few, because each starts with an empty memory
         return evaluate_stream(
             scored, held_out_ids, segment_length=length, batch_size=8, mem_len=mem_len, progress=progress
         )
@@ -323,6 +302,7 @@ def run_demo(
         loaded_tokenizer = AutoTokenizer.from_pretrained(staging)
         _check_loaded(model, loaded, scores[length].loss, score(loaded, length).loss)
         prompt = text[split : split + 2 * length]
+        sample = _sample(loaded, loaded_tokenizer, prompt, settings.sample_length, seed)
         result = DemoResult(
             folder=Path(output_dir),
             segment_length=length,
@@ -331,7 +311,7 @@ def run_demo(
             trained_tokens=settings.steps * settings.batch_size * length,
             training_seconds=seconds,
             prompt=prompt,
-            sample=write_sample(loaded, loaded_tokenizer, prompt, settings.sample_length, seed),
+            sample=sample,
         )
         _write_results(staging, result, settings, seed)
     return result
@@ -364,13 +344,4 @@ def _write_results(folder: Path, result: DemoResult, settings: DemoSettings, see
     (folder / RESULTS_FILE).write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-__all__ = [
-    "QUICK",
-    "DemoResult",
-    "DemoSettings",
-    "character_tokenizer",
-    "demo_text",
-    "run_demo",
-    "train",
-    "write_sample",
-]
+__all__ = ["QUICK", "DemoResult", "DemoSettings", "demo_text", "run_demo"]

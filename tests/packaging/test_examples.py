@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +23,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from hf_txl import TransfoXLConfig, TransfoXLForCausalLM
-from hf_txl.demo import character_tokenizer, demo_text
+from hf_txl import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer
+from hf_txl.demo import demo_text
 from hf_txl.scoring import evaluate_stream
+from hf_txl.tokenization_transfo_xl import build_vocabulary
 from hf_txl.training import TransfoXLTrainingArguments
 from tests.helpers import assert_close
 from tests.packaging.hub_server import HubServer
@@ -261,14 +263,16 @@ def test_a_changed_setting_trains_every_cell_again(ablation: ModuleType, trained
 # --- its parts
 
 
-def test_the_text_is_read_as_the_demo_reads_it(ablation: ModuleType) -> None:
+def test_characters_are_numbered_by_falling_frequency(ablation: ModuleType) -> None:
     train_ids, held_out_ids, vocab_size = ablation.read_text()
     text = demo_text()
-    tokenizer = character_tokenizer(text)
+    frequencies = Counter(text)
+    ordered = sorted(frequencies, key=frequencies.__getitem__, reverse=True)
+    ids = {character: index for index, character in enumerate(ordered)}
     split = len(text) * 9 // 10
-    assert (len(train_ids), len(held_out_ids), vocab_size) == (split, len(text) - split, len(tokenizer))
-    assert train_ids[:2000].tolist() == tokenizer(text[:2000]).input_ids
-    assert held_out_ids[:2000].tolist() == tokenizer(text[split : split + 2000]).input_ids
+    assert (len(train_ids), len(held_out_ids), vocab_size) == (split, len(text) - split, len(ids) + 1)
+    assert train_ids[:2000].tolist() == [ids[character] for character in text[:2000]]
+    assert held_out_ids[:2000].tolist() == [ids[character] for character in text[split : split + 2000]]
 
 
 def test_every_setting_is_part_of_a_cell_s_identity(ablation: ModuleType, tmp_path: Path) -> None:
@@ -592,7 +596,8 @@ def one_process(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def test_the_plain_loop_computes_what_is_written_out_here(text_file: Path, one_process: Path) -> None:
     text = text_file.read_text(encoding="utf-8")
-    tokenizer = character_tokenizer(text)
+    symbols = build_vocabulary([text], "characters", special=("<unk>",))
+    tokenizer = TransfoXLTokenizer.from_vocabulary(symbols, "characters")
     # (1125,) -> (4 rows, 281)
     rows = torch.tensor(tokenizer(text[:1125]).input_ids)[: 4 * 281].view(4, 281)
     set_seed(0)
