@@ -439,3 +439,6 @@ def _copy(source: Path, target: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+
+
+__all__ = ["Conversion", "convert"]

@@ -71,11 +71,11 @@ def clusters_have_tables(config: TransfoXLConfig, number: int) -> bool:
 
 
 def is_one_table(config: TransfoXLConfig, number: int) -> bool:
-    return config.div_val == 1
+    return bool(config.div_val == 1)
 
 
 def is_table_per_bucket(config: TransfoXLConfig, number: int) -> bool:
-    return config.div_val > 1
+    return bool(config.div_val > 1)
 
 
 def is_one_table_projected(config: TransfoXLConfig, number: int) -> bool:

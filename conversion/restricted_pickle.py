@@ -167,7 +167,8 @@ class PickleReader:
 
     def new_frozenset(self, items: list[Any]) -> frozenset[Any]:
         check_keys(items)
-        return self.new(frozenset, items)
+        self.count_object()
+        return frozenset(items)
 
     def remember(self, index: int) -> None:
         self.memo[index] = self.stack[-1]

@@ -125,12 +125,12 @@ class SlowTransfoXL:
         return self.weights[f"transformer.{name}"]
 
     def cluster_width(self, cluster: int) -> int:
-        return self.config.d_embed // self.config.div_val**cluster
+        return int(self.config.d_embed // self.config.div_val**cluster)
 
     def has_projection(self, cluster: int) -> bool:
         if self.config.div_val == 1:
-            return self.config.d_embed != self.config.d_model
-        return self.config.proj_same_dim or self.cluster_width(cluster) != self.config.d_model
+            return bool(self.config.d_embed != self.config.d_model)
+        return bool(self.config.proj_same_dim or self.cluster_width(cluster) != self.config.d_model)
 
     def projection_is_tied(self, cluster: int) -> bool:
         tie_projs = self.config.tie_projs

@@ -259,3 +259,6 @@ def _text_of(token: Any) -> str | None:
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
+
+
+__all__ = ["Vocabulary", "read_vocabulary"]

@@ -33,7 +33,7 @@ def tokenize_corpus(
     line_end: str | None = AUTO,
     num_proc: int | None = None,
     streaming: bool = False,
-    cache_dir: str | os.PathLike | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
 ) -> Any:
     """Token ids of a corpus, one list per line of its files or per row of a data set, in the order of the text.
 
@@ -179,7 +179,7 @@ def as_tokens(token_ids: Any, name: str = "token_ids") -> Tokens:
         return ColumnTokens(token_ids, name=name)
     if isinstance(token_ids, np.ndarray):
         shape, is_integer = token_ids.shape, np.issubdtype(token_ids.dtype, np.integer)
-        tokens: Any = token_ids
+        tokens: torch.Tensor | np.ndarray = token_ids
     else:
         try:
             tokens = torch.as_tensor(token_ids)

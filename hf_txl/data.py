@@ -43,7 +43,7 @@ def num_unscored(length: int, loss: str) -> int:
     return length // 2 if loss == "half" else 0
 
 
-class TokenStreams(IterableDataset):
+class TokenStreams(IterableDataset[dict[str, torch.Tensor]]):
     """One long text as `batch_size` streams that are read in parallel.
 
     Row r of a batch reads piece r of the text, `len(token_ids) // batch_size` tokens (what is left over at the end is
@@ -216,7 +216,7 @@ def _segment_starts(num_targets: int, segment_length: int, drop_last: bool, seed
     return starts
 
 
-class DocumentStreams(IterableDataset):
+class DocumentStreams(IterableDataset[dict[str, torch.Tensor]]):
     """Many texts as `batch_size` streams: a row whose text has ended goes on with the next one.
 
     For corpora of documents or sentences, of known number or not (`datasets.IterableDataset`), which may be larger

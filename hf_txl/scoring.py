@@ -428,7 +428,8 @@ def classify_documents(
         model, documents, segment_length=segment_length, batch_size=batch_size, progress=progress, **settings
     )
     with torch.no_grad():
-        return model.score(vectors)
+        logits: torch.Tensor = model.score(vectors)
+    return logits
 
 
 __all__ = [

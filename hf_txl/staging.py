@@ -82,3 +82,6 @@ def written_beside(folder: Path, check_replaceable: Callable[[Path], None]) -> I
             # in use now, or never made
             with suppress(OSError):
                 parent.rmdir()
+
+
+__all__ = ["check_writable", "new_or_forced", "written_beside"]

@@ -43,6 +43,7 @@ class GeneratedText:
 
     @property
     def tokens_per_second(self) -> float:
+        """New tokens per second, 0 where no time was measured."""
         return len(self.token_ids) / self.seconds if self.seconds else 0.0
 
 
@@ -220,3 +221,6 @@ class PieceStreamer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.write(break_lines(text, self.tokenizer))
+
+
+__all__ = ["GeneratedText", "generate_text", "read_context"]
