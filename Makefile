@@ -15,7 +15,7 @@ ARGS ?=
 PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 4
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-isa check style build clean
+.PHONY: help venv demo test test-slow test-isa check style style-report build clean
 
 help:
 	@echo 'make demo       train, evaluate and sample a small model on the text in this repository (minutes)'
@@ -24,6 +24,7 @@ help:
 	@echo 'make test-isa   the tests of numbers as on processors with fewer instructions (minutes)'
 	@echo 'make check      ruff, formatting, mypy'
 	@echo 'make style      let ruff repair and format'
+	@echo 'make style-report  measures of classes, functions, prose and imports, with what breaks them'
 	@echo 'make build      source distribution and wheel in dist/'
 	@echo 'make venv       only create or update the environment $(VENV)'
 	@echo 'make clean      remove environments, caches and build output'
@@ -74,6 +75,9 @@ check: $(READY)
 style: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+style-report: $(READY)
+	$(BIN)/python tests/packaging/style_report.py
 
 build: $(READY)
 	rm -rf dist
