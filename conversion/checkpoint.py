@@ -22,7 +22,7 @@ from .read_pytorch import StoredObject, module_tensors, other_file, read_file
 from .read_tensorflow import find_prefix, index_of, read_checkpoint
 from .state_dict import Shapes
 from .text_files import read_json_object
-from .vocabulary import file_in
+from .vocabulary import file_in, is_vocabulary, is_word_list
 
 # what the codes call their files; a TensorFlow bundle is known by its .index
 WEIGHT_FILES = (
@@ -39,6 +39,17 @@ TRANSFORMERS_FILES = WEIGHT_FILES[:4]
 # how names begin that only one of the codes has
 MARKS = {"transformer.": "transformers", "crit.out_layers_biases.": "nvidia"}
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class VocabularyError(ValueError):
+    """A source is a vocabulary, where a model is needed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            f"{path} must hold a model, a state dict or a checkpoint of NVIDIA's code, but holds a vocabulary alone. "
+            "`convert_vocabulary` and the command `hf-txl convert` write its tokenizer if the file itself is named; "
+            "`vocabulary` (`--vocabulary`) gives it to a model."
+        )
 
 
 @dataclass
@@ -72,11 +83,14 @@ def open_checkpoint(source: str | Path, format: str | None = None) -> Checkpoint
 
     Raises:
         FileNotFoundError: if there is nothing at `source`.
+        VocabularyError: if it is a vocabulary alone.
         ValueError: if it is not a checkpoint of a known format, or not of the given one.
     """
     if format is not None and format not in FORMATS:
         raise ValueError(f"`format` must be one of {list(FORMATS)}, but is {format!r}.")
     path, name = _local(source)
+    if is_word_list(path):
+        raise VocabularyError(path)
     if path.is_dir():
         path = _checkpoint_in(path)
     # a bundle of one file, as TensorFlow wrote before 0.12, is known by `format` only
@@ -123,6 +137,8 @@ def _checkpoint_in(folder: Path) -> Path:
         return folder
     found += bundles
     what = f"holds several: {', '.join(path.name for path in found)}" if found else "holds none"
+    if not found and (vocabulary := file_in(folder)) is not None:
+        what += f", only a vocabulary ({vocabulary.name}; name that file for its tokenizer)"
     raise ValueError(
         f"`source` must be a folder with one checkpoint ({', '.join(WEIGHT_FILES)} or a TensorFlow *.index), but "
         f"{folder} {what}. Name the file."
@@ -164,6 +180,8 @@ def _open_pytorch(path: Path, format: str | None) -> Checkpoint:
                 break
     if isinstance(content, dict) and {"model_state", "model_config"} <= content.keys():
         return _nvidia(path, content)
+    if is_vocabulary(content):
+        raise VocabularyError(path)
     if isinstance(content, StoredObject):
         return _module(path, content)
     if not _is_state_dict(content):

@@ -32,10 +32,10 @@ from .card import Card
 from .checkpoint import Checkpoint, open_checkpoint, vocabulary_in
 from .key_rules import FORMATS
 from .settings import Settings
-from .state_dict import Account, Fitting, Shapes, State
+from .state_dict import Account, Fitting, Shapes, State, is_finite
 from .text_files import read_json, read_json_object
 from .verify import TOLERANCE, Differences, verify_recorded, verify_with_source
-from .vocabulary import read_vocabulary
+from .vocabulary import describe, read_vocabulary
 
 GENERATION_FILE = "generation_config.json"
 # files of a tokenizer that transformers 5 reads as they are
@@ -119,6 +119,7 @@ def convert(
     license: str = "other",
     verify: bool = False,
     recorded: str | Path | None = None,
+    allow_nonfinite: bool = False,
     force: bool = False,
     protected: Iterable[str | Path] = (),
     progress: bool = True,
@@ -143,6 +144,9 @@ def convert(
             more in memory.
         recorded (`str` or `Path`, *optional*):
             A safetensors file with recorded outputs to compare the result with; see `verify_recorded`.
+        allow_nonfinite (`bool`, defaults to `False`):
+            Convert tensors with NaN or infinity as they are, also infinity that a narrower `dtype` makes of a large
+            number. Result and card name them.
         force (`bool`, defaults to `False`): Whether to replace an existing `output`.
         protected (`Iterable[str | Path]`): Further files that `force` must not delete with an existing `output`.
         progress (`bool`, defaults to `True`): Whether to show progress.
@@ -153,6 +157,7 @@ def convert(
     Raises:
         FileExistsError, PermissionError: if `output` exists without `force` or cannot be written.
         FileNotFoundError: if there is nothing at `source`.
+        VocabularyError: if the source is a vocabulary alone, of which `convert_vocabulary` makes a tokenizer.
         ValueError: if the source cannot be read, or does not make a model; the message names all reasons.
         RuntimeError: if a comparison finds more than `verify.TOLERANCE`; nothing is written then.
     """
@@ -166,11 +171,24 @@ def convert(
     config = found.config
     model_class = _model_class(checkpoint.shapes)
     fitting = Fitting(FORMATS[checkpoint.format], config, checkpoint.shapes, wanted_shapes(model_class, config))
-    weights = fitting.read(checkpoint.tensors)
+    weights = fitting.read(checkpoint.tensors, allow_nonfinite)
     source_dtype = _common_dtype(weights)
     dtype = source_dtype if dtype is None else dtype
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(map(str, DTYPES))}, but is {dtype}.")
+    too_large = _too_large(weights, dtype)
+    if too_large and not allow_nonfinite:
+        raise ValueError(
+            f"`dtype` must hold the numbers of all weights, but {dtype} ends at {torch.finfo(dtype).max:g}, and these "
+            f"would become infinite: {', '.join(f'`{name}`' for name in too_large)}. bfloat16 has float32's range."
+        )
+    if verify and (fitting.account.nonfinite or too_large):
+        raise ValueError(
+            "`verify` must be False where weights hold NaN or infinity "
+            f"({', '.join(f'`{name}`' for name in [*fitting.account.nonfinite, *too_large])}): what is computed with "
+            "them agrees with nothing."
+        )
+    fitting.account.nonfinite += [f"{name} as {dtype}" for name in too_large]
     tokens = _tokenizer(checkpoint, config.vocab_size, vocabulary, tokenizer_mode)
     generation = _generation(checkpoint, config) if model_class is TransfoXLForCausalLM else None
     _set_end_token(config, found.origins, tokens, generation)
@@ -201,6 +219,7 @@ def convert(
                     license=None if license == "other" else license,
                     verify=verify,
                     recorded=recorded,
+                    allow_nonfinite=allow_nonfinite,
                 )
             ),
             version=hf_txl.__version__,
@@ -283,6 +302,13 @@ def _common_dtype(weights: State) -> torch.dtype:
         raise ValueError(f"All weights must be floating-point numbers, but are {sorted(map(str, dtypes))}.")
     # of a mixture, one that holds the numbers of all
     return functools.reduce(torch.promote_types, dtypes)
+
+
+def _too_large(weights: State, dtype: torch.dtype) -> list[str]:
+    """The weights that are finite and would not be in another precision."""
+    largest = torch.finfo(dtype).max
+    wider = [name for name, weight in weights.items() if torch.finfo(weight.dtype).max > largest]
+    return [name for name in wider if is_finite(weights[name]) and not is_finite(weights[name].to(dtype))]
 
 
 def _generation(checkpoint: Checkpoint, config: TransfoXLConfig) -> GenerationConfig:
@@ -402,10 +428,7 @@ def _tokenizer(
     else:
         vocabulary = read_vocabulary(source).of_size(vocab_size)
         tokenizer = vocabulary.tokenizer(mode)
-        sentence = f"{len(vocabulary)} symbols, mode `{tokenizer.mode}`"
-        if mode is None and vocabulary.raw_mode != vocabulary.mode:
-            sentence += f" for text prepared as the original's was (`{vocabulary.raw_mode}` takes raw text)"
-        tokens = Tokens(tokenizer, tokenizer.save_pretrained, sentence)
+        tokens = Tokens(tokenizer, tokenizer.save_pretrained, describe(vocabulary, tokenizer, mode))
     if len(tokenizer) != vocab_size:
         raise ValueError(
             f"The vocabulary must have as many symbols as the model has ids ({vocab_size}), but {where} has "

@@ -5,6 +5,7 @@ are known, all of them, before any data is read.
 """
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -146,8 +147,23 @@ def _entries_of(rules: Format, config: TransfoXLConfig, weights: Iterable[str]) 
 
 
 def is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are one, by their memory or else by their values."""
-    return tensor.shape == other.shape and (tensor.data_ptr() == other.data_ptr() or torch.equal(tensor, other))
+    """Whether two tensors are one, by their memory or else by their values; NaN equals NaN."""
+    if tensor.shape != other.shape:
+        return False
+    if tensor.data_ptr() == other.data_ptr() or torch.equal(tensor, other):
+        return True
+    return not (is_finite(tensor) or is_finite(other)) and torch.allclose(tensor, other, 0.0, 0.0, equal_nan=True)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity. Needs no further memory, however large the tensor."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    if tensor.dtype.itemsize == 1:
+        # eight bits have no order of their own here
+        tensor = tensor.float()
+    # NaN anywhere makes both NaN
+    return all(math.isfinite(bound.item()) for bound in torch.aminmax(tensor))
 
 
 # --- accounting
@@ -170,6 +186,17 @@ class Account:
     """Further names with other values than the tensor that they should repeat."""
     unfilled: list[str] = field(default_factory=list)
     """Weights of the model that no rule of the format gives."""
+    nonfinite: list[str] = field(default_factory=list)
+    """Tensors that became weights and hold NaN or infinity."""
+
+    def raise_if_nonfinite(self) -> None:
+        """Raise one `ValueError` that names every tensor with NaN or infinity."""
+        if self.nonfinite:
+            raise ValueError(
+                "The tensors must be finite, but these hold NaN or infinity: "
+                f"{', '.join(f'`{name}`' for name in self.nonfinite)}. Such a model predicts NaN wherever it reads "
+                "them; to convert it as it is, pass `allow_nonfinite=True` (`--allow-nonfinite`)."
+            )
 
     def raise_if_incomplete(self) -> None:
         """Raise one `ValueError` that names everything that does not fit."""
@@ -192,6 +219,8 @@ class Account:
         if self.repeated:
             parts.append(f"{len(self.repeated)} are further names of tied weights")
         parts += [f"{len(names)} left out ({reason})" for reason, names in self.ignored.items()]
+        if self.nonfinite:
+            parts.append(f"NaN or infinity, kept on request, in {', '.join(f'`{name}`' for name in self.nonfinite)}")
         return ", ".join(parts)
 
 
@@ -238,12 +267,17 @@ class Fitting:
             elif (actual := found[self.names[name]]) != shape:
                 self.account.misshaped.append(f"`{self.names[name]}` {actual} where {shape} is needed")
 
-    def read(self, sources: Mapping[str, torch.Tensor]) -> State:
+    def read(self, sources: Mapping[str, torch.Tensor], allow_nonfinite: bool = False) -> State:
         """The weights of the model; each tensor of the source is read once, repeated ones are compared.
 
+        Args:
+            sources (`Mapping[str, torch.Tensor]`): The tensors of the source.
+            allow_nonfinite (`bool`, defaults to `False`):
+                Whether they may hold NaN or infinity. `account.nonfinite` names those that do.
+
         Raises:
-            ValueError: if something is missing, unexpected, misshaped or not tied as the configuration says. One
-                message names everything.
+            ValueError: if something is missing, unexpected, misshaped, not finite or not tied as the configuration
+                says. One message names everything of one kind.
         """
         self.account.raise_if_incomplete()
         for name, first in self.account.repeated.items():
@@ -252,8 +286,18 @@ class Fitting:
         self.account.raise_if_incomplete()
         state: State = {}
         for entry in self.entries:
-            weights = entry.layout.to_target([sources[self.names[name]] for name in entry.sources], self.config)
-            state |= dict(zip(entry.targets, weights, strict=True))
+            names = [self.names[name] for name in entry.sources]
+            tensors = [sources[name] for name in names]
+            self.account.nonfinite += [
+                name for name, tensor in zip(names, tensors, strict=True) if not is_finite(tensor)
+            ]
+            if self.account.nonfinite and not allow_nonfinite:
+                # the rest is only looked through for its names
+                state.clear()
+                continue
+            state |= dict(zip(entry.targets, entry.layout.to_target(tensors, self.config), strict=True))
+        if not allow_nonfinite:
+            self.account.raise_if_nonfinite()
         return state
 
 

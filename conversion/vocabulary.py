@@ -134,6 +134,31 @@ def read_vocabulary(source: Any) -> Vocabulary:
     return _from_object(read_file(path), str(path), _settings_beside(path))
 
 
+def describe(vocabulary: Vocabulary, tokenizer: TransfoXLTokenizer, mode: str | None) -> str:
+    """What a tokenizer is, and which mode takes raw text where that of the vocabulary's code does not."""
+    sentence = f"{len(vocabulary)} symbols, mode `{tokenizer.mode}`"
+    if mode is None and vocabulary.raw_mode != vocabulary.mode:
+        sentence += f" for text prepared as the original's was (`{vocabulary.raw_mode}` takes raw text)"
+    return sentence
+
+
+def is_word_list(path: Path) -> bool:
+    """Whether a file is a vocabulary written as text: by its name, or by its form if it is JSON."""
+    if path.suffix != ".json" or not path.is_file():
+        return path.suffix == ".txt"
+    stored = read_json(path)
+    ids = isinstance(stored, dict) and len(stored) > 0 and all(type(index) is int for index in stored.values())
+    return path.name == CORPUS_INFO or isinstance(stored, list) or ids
+
+
+def is_vocabulary(stored: Any) -> bool:
+    """Whether what a file holds is a vocabulary or a corpus, and no model that has one."""
+    attributes = stored.state if isinstance(stored, StoredObject) else stored
+    if not isinstance(attributes, Mapping) or "model_state" in attributes:
+        return False
+    return "sym2idx" in attributes or is_vocabulary(attributes.get("vocab"))
+
+
 def file_in(folder: Path) -> Path | None:
     """The file of a vocabulary in a folder."""
     return next((folder / name for name in FILES if (folder / name).is_file()), None)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -82,31 +82,61 @@ def convert(
         Path | None,
         typer.Option(help="Compare the result with outputs recorded in this safetensors file.", exists=True),
     ] = None,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="Convert tensors with NaN or infinity as they are.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace OUTPUT if it exists.")] = False,
 ) -> None:
-    """Convert a checkpoint of the original codes, of NVIDIA or of transformers 2 to 4. Nothing in it is executed."""
+    """Convert a checkpoint of the original codes, of NVIDIA or of transformers 2 to 4. Nothing in it is executed.
+
+    Of a vocabulary alone (cache.pt, vocab.pkl, vocab.bin, vocab.txt, vocab.json) the tokenizer is written.
+    """
     from transformers.utils import logging
 
+    from .conversion.checkpoint import VocabularyError
     from .conversion.convert import convert, parse_dtype, parse_settings
+    from .conversion.convert_vocabulary import convert_vocabulary
 
     logging.disable_progress_bar()
     with _errors_as_messages():
         if no_vocabulary and vocabulary is not None:
             raise ValueError("Only one of `--vocabulary` and `--no-vocabulary` can be given, but both are.")
-        result = convert(
-            source,
-            output,
-            format=format,
-            settings=parse_settings(config, set_ or []),
-            vocabulary=False if no_vocabulary else vocabulary,
-            tokenizer_mode=tokenizer_mode,
-            dtype=parse_dtype(dtype),
-            license=license,
-            verify=verify,
-            recorded=recorded,
-            force=force,
-            protected=[] if config is None else [config],
-        )
+        settings, protected = parse_settings(config, set_ or []), [] if config is None else [config]
+        result: Any
+        try:
+            result = convert(
+                source,
+                output,
+                format=format,
+                settings=settings,
+                vocabulary=False if no_vocabulary else vocabulary,
+                tokenizer_mode=tokenizer_mode,
+                dtype=parse_dtype(dtype),
+                license=license,
+                verify=verify,
+                recorded=recorded,
+                allow_nonfinite=allow_nonfinite,
+                force=force,
+                protected=protected,
+            )
+        except VocabularyError as error:
+            if not Path(source).is_file():
+                raise
+            given = {
+                "--format": format,
+                "--vocabulary": vocabulary,
+                "--no-vocabulary": no_vocabulary,
+                "--dtype": dtype,
+                "--license": license != "other",
+                "--verify": verify,
+                "--recorded": recorded,
+                "--allow-nonfinite": allow_nonfinite,
+            }
+            if of_models := [name for name, value in given.items() if value]:
+                raise ValueError(f"{error} {', '.join(of_models)} must be left out then.") from error
+            result = convert_vocabulary(
+                source, output, settings=settings, tokenizer_mode=tokenizer_mode, force=force, protected=protected
+            )
         typer.echo(result)
 
 
