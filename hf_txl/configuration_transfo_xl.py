@@ -6,6 +6,7 @@ because it must load without torch modules; names follow the published `config.j
 [Dai et al., 2019](https://arxiv.org/abs/1901.02860).
 """
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from huggingface_hub.dataclasses import strict
@@ -36,6 +37,10 @@ MEMORY_INITS = ("empty", "zeros")
 PUBLISHED_CUTOFFS = [20000, 40000, 200000]
 
 
+# what is wrong, and valid values of fields that files of other codes have with values like these
+Violation: TypeAlias = tuple[str, dict[str, Any]]
+
+
 def segment_window(mem_len: int, same_length: bool, includes_oldest: bool) -> int | None:
     """Keys a query may see within memory and segment, itself included; `None`: everything before it.
 
@@ -64,7 +69,9 @@ class TransfoXLConfig(PreTrainedConfig):
             Width of a head; `n_head * d_head` may differ from `d_model`. Default: `d_model // n_head`.
         d_inner (`int`, *optional*): Width of the feed-forward layer. Default: `4 * d_model`.
         div_val (`int`, *optional*):
-            Cluster `i` has embeddings of width `d_embed // div_val**i`. Default: 4 with clusters, 1 without.
+            Cluster `i` has embeddings of width `d_embed // div_val**i`. Default: 4 with clusters, 1 without. Without
+            clusters any other value than 1 only means that the embeddings are projected, as in transformers 4; 0 and
+            below become 2.
         pre_lnorm (`bool`, defaults to `False`): Normalise the input of each sublayer instead of its output.
         n_layer (`int`, defaults to 18): Layers.
         mem_len (`int`, defaults to 1600): Positions of memory M that each layer keeps from earlier segments.
@@ -178,15 +185,21 @@ class TransfoXLConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("sliding_window", None)
         kwargs.pop("layer_types", None)
+        found: list[Violation] = []
         if (attn_type := kwargs.pop("attn_type", None)) is not None:
-            if attn_type not in ATTENTION_KINDS:
-                raise ValueError(f"`attn_type` must be one of {list(ATTENTION_KINDS)}, but is {attn_type!r}.")
-            kind = ATTENTION_KINDS[attn_type]
-            if self.attention_kind not in (kind, type(self).attention_kind):
-                raise ValueError(
-                    f"`attention_kind` must be {kind!r} with `attn_type={attn_type}`, but is {self.attention_kind!r}."
+            kind = ATTENTION_KINDS.get(attn_type)
+            if kind is None:
+                found.append((f"`attn_type` must be one of {list(ATTENTION_KINDS)}, but is {attn_type!r}.", {}))
+            elif self.attention_kind not in (kind, type(self).attention_kind):
+                found.append(
+                    (
+                        f"`attention_kind` must be {kind!r} with `attn_type={attn_type}`, but is "
+                        f"{self.attention_kind!r}.",
+                        {},
+                    )
                 )
-            self.attention_kind = kind
+            else:
+                self.attention_kind = kind
         if kwargs.get("tie_weight") is False:
             self.tie_word_embeddings = False
         # name used by other readers of the TensorFlow models
@@ -210,6 +223,9 @@ class TransfoXLConfig(PreTrainedConfig):
             self.d_inner = 4 * self.d_model
         if self.div_val is None:
             self.div_val = 4 if self.cutoffs else 1
+        if not self.cutoffs and self.div_val < 1:
+            # only whether it is 1 is read then (projected or not); 2 is saved for what is not
+            self.div_val = 2
         if self.tie_projs is None:
             self.tie_projs = [False] + [self.proj_share_all_but_first] * len(self.cutoffs)
         self.tie_projs = list(self.tie_projs)
@@ -219,7 +235,7 @@ class TransfoXLConfig(PreTrainedConfig):
         if self.max_relative_distance is None:
             self.max_relative_distance = (self.mem_len or 512) if self.attention_kind == "huang" else 16
         # `strict` would wrap the error in a class that is no ValueError
-        self.validate_architecture()
+        self._refuse(found)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -297,58 +313,85 @@ class TransfoXLConfig(PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """Refuse what no model can have."""
-        positive = ("vocab_size", "d_model", "d_embed", "n_head", "d_head", "d_inner", "div_val", "n_layer")
-        for name in positive:
+        self._refuse()
+
+    def _refuse(self, found: Iterable[Violation] = ()) -> None:
+        """Raise one `ValueError` that names every violated rule, those `found` before first."""
+        violations = [*found, *self._violations()]
+        messages = [message for message, _ in violations]
+        if len(messages) > 1:
+            messages = [f"The configuration breaks {len(messages)} rules:", *(f"- {message}" for message in messages)]
+        if changes := ", ".join(f"{name}={value!r}" for _, valid in violations for name, value in valid.items()):
+            messages.append(f"To load a file with such values: `from_pretrained(folder, {changes})`.")
+        if messages:
+            raise ValueError("\n".join(messages))
+
+    def _violations(self) -> Iterator[Violation]:
+        sizes = ("vocab_size", "d_model", "d_embed", "n_head", "d_head", "d_inner", "n_layer")
+        for name in sizes:
             if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)}.")
+                yield f"`{name}` must be at least 1, but is {getattr(self, name)}.", {}
+        if self.div_val < 1:
+            yield f"`div_val` must be at least 1, but is {self.div_val}.", {"div_val": 1}
         if self.d_model % 2:
-            raise ValueError(f"`d_model` must be even (half of a position is sines), but is {self.d_model}.")
+            yield f"`d_model` must be even (half of a position is sines), but is {self.d_model}.", {}
         if self.mem_len < 0:
-            raise ValueError(f"`mem_len` must be 0 (no memory) or more, but is {self.mem_len}.")
+            yield f"`mem_len` must be 0 (no memory) or more, but is {self.mem_len}.", {"mem_len": 0}
         if self.ext_len < 0:
-            raise ValueError(f"`ext_len` must be 0 or more, but is {self.ext_len}.")
+            yield f"`ext_len` must be 0 or more, but is {self.ext_len}.", {"ext_len": 0}
         starts = [0, *self.cutoffs]
-        if any(end <= start for start, end in zip(starts, self.bucket_ends, strict=True)):
-            raise ValueError(
-                f"`cutoffs` must be strictly increasing, above 0 and below `vocab_size` ({self.vocab_size}), but is "
-                f"{self.cutoffs}. For a plain softmax, which suits a small vocabulary, pass `cutoffs=[]`."
+        if any(end <= start for start, end in zip(starts, self.bucket_ends, strict=True)) and self.vocab_size > 0:
+            yield (
+                (
+                    f"`cutoffs` must be strictly increasing, above 0 and below `vocab_size` ({self.vocab_size}), but is "
+                    f"{self.cutoffs}. For a plain softmax, which suits a small vocabulary, pass `cutoffs=[]`."
+                ),
+                {},
             )
         # rounded down where it does not divide, as in the original code
-        if self.d_embed < self.div_val**self.num_clusters:
-            raise ValueError(
-                f"`d_embed` must be at least `div_val` ** number of clusters ({self.div_val}**{self.num_clusters} "
-                f"= {self.div_val**self.num_clusters}), the factor by which the last cluster is narrower, "
-                f"but is {self.d_embed}."
+        narrowing = max(self.div_val, 1) ** self.num_clusters
+        if 1 <= self.d_embed < narrowing:
+            yield (
+                (
+                    f"`d_embed` must be at least `div_val` ** number of clusters ({self.div_val}**{self.num_clusters} "
+                    f"= {narrowing}), the factor by which the last cluster is narrower, but is {self.d_embed}."
+                ),
+                {},
             )
         for name in ("dropout", "dropatt"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 0 and below 1, but is {getattr(self, name)}.")
+                yield f"`{name}` must be at least 0 and below 1, but is {getattr(self, name)}.", {}
         if self.layer_norm_epsilon <= 0:
-            raise ValueError(f"`layer_norm_epsilon` must be above 0, but is {self.layer_norm_epsilon}.")
+            yield f"`layer_norm_epsilon` must be above 0, but is {self.layer_norm_epsilon}.", {}
         for name, allowed in (
             ("memory_init", MEMORY_INITS),
             ("attention_kind", (*RELATIVE_KINDS, *ABSOLUTE_KINDS)),
             ("init", ("normal", "uniform")),
         ):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"`{name}` must be one of {list(allowed)}, but is {getattr(self, name)!r}.")
-        if self.max_klen < 1:
-            raise ValueError(f"`max_klen` must be at least 1, but is {self.max_klen}.")
-        if self.max_relative_distance < 0:
-            raise ValueError(f"`max_relative_distance` must be 0 or more, but is {self.max_relative_distance}.")
+                yield f"`{name}` must be one of {list(allowed)}, but is {getattr(self, name)!r}.", {}
+        # by default a sum of lengths that are refused above
+        if self.max_klen < 1 and self.mem_len >= 0 and self.ext_len >= 0:
+            yield f"`max_klen` must be at least 1, but is {self.max_klen}.", {}
+        if self.max_relative_distance < 0 and self.mem_len >= 0:
+            yield f"`max_relative_distance` must be 0 or more, but is {self.max_relative_distance}.", {}
         if self.attention_kind == "shaw" and not (self.shaw_keys or self.shaw_values):
-            raise ValueError(
-                "`shaw_keys` or `shaw_values` must be True for `attention_kind='shaw'`, but both are False."
-            )
+            yield ("`shaw_keys` or `shaw_values` must be True for `attention_kind='shaw'`, but both are False."), {}
         if self.is_absolute and self.memory_init != "empty":
-            raise ValueError(
-                f"`memory_init` must be 'empty' for `attention_kind={self.attention_kind!r}`: a zero state before the "
-                f"first token would have a position, but is {self.memory_init!r}."
+            yield (
+                (
+                    f"`memory_init` must be 'empty' for `attention_kind={self.attention_kind!r}`: a zero state before the "
+                    f"first token would have a position, but is {self.memory_init!r}."
+                ),
+                {},
             )
         if self.sample_softmax > 0:
-            raise ValueError(
-                f"`sample_softmax` must be 0 or below: a sampled softmax is not supported (no published code could "
-                f"train with it), but is {self.sample_softmax}."
+            yield (
+                (
+                    "`sample_softmax` must be 0 or below: a sampled softmax is not supported (no published code could "
+                    f"train with it), but is {self.sample_softmax}."
+                ),
+                {"sample_softmax": -1},
             )
 
 

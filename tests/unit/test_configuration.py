@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from hf_txl import TransfoXLConfig
-from tests.helpers import FIXTURES
+from hf_txl import TransfoXLConfig, TransfoXLForCausalLM
+from tests.helpers import FIXTURES, assert_close
 from tests.model.tiny_models import T0
 from tests.t0 import make_config
 
@@ -376,3 +377,39 @@ def test_the_dictionary_of_the_caller_is_not_changed() -> None:
     before = json.dumps(given)
     TransfoXLConfig.from_dict(given, n_token=98, mem_len=2)
     assert json.dumps(given) == before
+
+
+# ---- R13: what public projects wrote --------------------------------------------------------------------------------
+
+
+def test_all_wrong_fields_are_told_at_once_with_the_way_out(tmp_path: Path) -> None:
+    """R13: and what the message proposes loads."""
+    fields = {**T0, "div_val": -1, "sample_softmax": 1, "attn_type": 9, "mem_len": -6}
+    text = refusal(**fields)
+    for name in ("div_val", "sample_softmax", "attn_type", "mem_len"):
+        assert text.count(f"- `{name}` must be") == 1
+    assert text.startswith("The configuration breaks 4 rules:")
+    del fields["attn_type"]
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(ValueError, match="breaks 3 rules") as caught:
+        TransfoXLConfig.from_pretrained(tmp_path)
+    proposed = re.search(r"`from_pretrained\(folder, (.*)\)`", str(caught.value))
+    assert proposed is not None and proposed[1] == "div_val=1, mem_len=0, sample_softmax=-1"
+    replaced = {name: int(value) for name, value in (pair.split("=") for pair in proposed[1].split(", "))}
+    assert TransfoXLConfig.from_pretrained(tmp_path, **replaced).mem_len == 0
+
+
+@pytest.mark.parametrize("div_val", [-1, 0, 3])
+def test_without_clusters_div_val_only_says_whether_embeddings_are_projected(div_val: int) -> None:
+    """R13: any other value than 1 gave transformers 4 the names of one projected table: `-1` of a piano composer."""
+    config = TransfoXLConfig(**{**T0, "cutoffs": [], "div_val": div_val})
+    model = TransfoXLForCausalLM(config)
+    expected = {"transformer.word_emb.emb_projs.0": (32, 32), "transformer.word_emb.emb_layers.0.weight": (99, 32)}
+    found = {name: tuple(weight.shape) for name, weight in model.state_dict().items() if "word_emb" in name}
+    assert found == expected
+    ids = torch.tensor([[5, 98]])
+    table, projection = (model.state_dict()[name] for name in reversed(expected))
+    assert_close("embeddings", model.get_input_embeddings()(ids), table[ids] @ projection.T * 32**0.5, 1e-5)
+    saved = json.loads(config.to_json_string(use_diff=False))["div_val"]
+    assert saved == (3 if div_val == 3 else 2)
+    assert TransfoXLConfig.from_dict(config.to_dict()).div_val == saved
