@@ -1,5 +1,7 @@
 """Transformer-XL for transformers: importing this package registers model type `transfo-xl` with the Auto classes."""
 
+from typing import NoReturn
+
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -10,6 +12,7 @@ from transformers import (
 
 from .cache_transfo_xl import TransfoXLMemory
 from .configuration_transfo_xl import TransfoXLConfig
+from .legacy_names_transfo_xl import IMPORTS, describe
 from .modeling_transfo_xl import (
     TransfoXLForCausalLM,
     TransfoXLForSequenceClassification,
@@ -37,3 +40,10 @@ __all__ = [
     "TransfoXLPreTrainedModel",
     "TransfoXLTokenizer",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in IMPORTS:
+        # `from hf_txl import …` shows the text of no other error
+        raise ImportError(describe(name, IMPORTS), name=__name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from .legacy_names_transfo_xl import CONFIGURATION, CONFIGURATION_ARGUMENTS, attribute_error, refuse_arguments
+
 if TYPE_CHECKING:
     # `None` only until `__post_init__` has derived a value
     DerivedInt: TypeAlias = Any
@@ -182,7 +184,13 @@ class TransfoXLConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise attribute_error(self, name, CONFIGURATION)
+
     def __post_init__(self, **kwargs: Any) -> None:
+        refuse_arguments(kwargs, CONFIGURATION_ARGUMENTS)
         kwargs.pop("sliding_window", None)
         kwargs.pop("layer_types", None)
         found: list[Violation] = []
@@ -343,8 +351,8 @@ class TransfoXLConfig(PreTrainedConfig):
         if any(end <= start for start, end in zip(starts, self.bucket_ends, strict=True)) and self.vocab_size > 0:
             yield (
                 (
-                    f"`cutoffs` must be strictly increasing, above 0 and below `vocab_size` ({self.vocab_size}), but is "
-                    f"{self.cutoffs}. For a plain softmax, which suits a small vocabulary, pass `cutoffs=[]`."
+                    f"`cutoffs` must be strictly increasing, above 0 and below `vocab_size` ({self.vocab_size}), but "
+                    f"is {self.cutoffs}. For a plain softmax, which suits a small vocabulary, pass `cutoffs=[]`."
                 ),
                 {},
             )
@@ -380,8 +388,8 @@ class TransfoXLConfig(PreTrainedConfig):
         if self.is_absolute and self.memory_init != "empty":
             yield (
                 (
-                    f"`memory_init` must be 'empty' for `attention_kind={self.attention_kind!r}`: a zero state before the "
-                    f"first token would have a position, but is {self.memory_init!r}."
+                    f"`memory_init` must be 'empty' for `attention_kind={self.attention_kind!r}`: a zero state before "
+                    f"the first token would have a position, but is {self.memory_init!r}."
                 ),
                 {},
             )

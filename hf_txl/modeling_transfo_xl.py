@@ -8,7 +8,7 @@ import copy
 import difflib
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,17 @@ from .adaptive_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax
 from .attention_transfo_xl import ATTENTION_CLASSES, SegmentAttention
 from .cache_transfo_xl import TransfoXLMemory
 from .configuration_transfo_xl import TransfoXLConfig
+from .legacy_names_transfo_xl import (
+    FORWARD,
+    GENERATE,
+    LOADING,
+    MEMORY,
+    MODEL,
+    RESIZING,
+    LegacyOutputNames,
+    attribute_error,
+    refuse_arguments,
+)
 from .past_transfo_xl import open_past
 from .recompute_transfo_xl import ReluDropoutFunction
 from .weights_transfo_xl import is_plain
@@ -48,7 +59,17 @@ LIBRARY_ARGUMENTS = {*TransformersKwargs.__annotations__, "skip_logits"}
 
 
 @dataclass
-class TransfoXLCausalLMOutput(CausalLMOutputWithPast):
+class TransfoXLModelOutput(LegacyOutputNames, BaseModelOutputWithPast):
+    """Output of [`TransfoXLModel`]: fields of `BaseModelOutputWithPast`."""
+
+
+@dataclass
+class TransfoXLSequenceClassifierOutput(LegacyOutputNames, SequenceClassifierOutputWithPast):
+    """Output of [`TransfoXLForSequenceClassification`]: fields of `SequenceClassifierOutputWithPast`."""
+
+
+@dataclass
+class TransfoXLCausalLMOutput(LegacyOutputNames, CausalLMOutputWithPast):
     """Output of [`TransfoXLForCausalLM`].
 
     Args:
@@ -138,11 +159,23 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """Load a model; see the library's `from_pretrained`. A pickle that is more than tensors is never executed."""
+        refuse_arguments(kwargs, LOADING)
         if kwargs.get("weights_only") is False:
             raise ValueError(
                 "`weights_only` must be True: a `pytorch_model.bin` may hold code, and none is ever run, but is False."
             )
         return super().from_pretrained(*args, **kwargs)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            # modules and parameters first, which are looked up here in every call
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if name not in MODEL:
+                    raise
+            raise attribute_error(self, name, MODEL)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -178,10 +211,7 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
 
     def _refuse_unknown(self, arguments: dict[str, Any], also_known: tuple[str, ...] = ()) -> None:
         """Keyword arguments that nobody reads are mistakes: a misspelt `labels` must not give a run without a loss."""
-        if "mems" in arguments:
-            raise TypeError(
-                "`mems` is the name of transformers 2 to 4; pass `cache=TransfoXLMemory.from_mems(config, mems)`."
-            )
+        refuse_arguments(arguments, FORWARD)
         known = [*LIBRARY_ARGUMENTS, *also_known]
         for name in arguments:
             if name not in known:
@@ -194,7 +224,11 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
     # --- vocabulary
 
     def resize_token_embeddings(  # type: ignore[override]
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+        **kwargs: Any,
     ) -> AdaptiveEmbedding:
         """Grow or shrink the vocabulary at its end, in the last bucket; cutoffs stay.
 
@@ -206,6 +240,9 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         Returns:
             `AdaptiveEmbedding`: The embedding, resized.
         """
+        refuse_arguments(kwargs, RESIZING)
+        if kwargs:
+            raise TypeError(f"`resize_token_embeddings` takes no argument `{next(iter(kwargs))}`.")
         config = self.config
         size = config.vocab_size if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of is not None:
@@ -271,6 +308,22 @@ def check_ids(name: str, ids: torch.Tensor, size: int, ignored: int | None = Non
         )
 
 
+def check_mask(mask: Any) -> None:
+    """Refuse what older releases took in second place: a list of memory states, or targets."""
+    if isinstance(mask, list | tuple):
+        raise TypeError(
+            f"`attention_mask` must be a tensor, but is a {type(mask).__name__}. In second place transformers 2 to 4 "
+            f"took `mems`. Here: {MEMORY}. See docs/migration.md."
+        )
+    if mask is None or mask.is_floating_point() or mask.dtype == torch.bool or mask.is_meta or mask.numel() == 0:
+        return
+    if not torch.compiler.is_compiling() and ((mask < 0) | (mask > 1)).any():
+        raise ValueError(
+            f"`attention_mask` must hold 1 for real tokens and 0 for pads, but has values from {mask.min().item()} to "
+            f"{mask.max().item()}. Token ids are passed as `labels=`; texts that are numbered, in rows of their own."
+        )
+
+
 class TransfoXLModel(TransfoXLPreTrainedModel):
     """Transformer-XL without a head: hidden states of a segment, given what went before."""
 
@@ -306,7 +359,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> TransfoXLModelOutput:
         """Read one segment.
 
         Args:
@@ -327,7 +380,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             output_hidden_states (`bool`, *optional*): Whether to return all hidden states.
 
         Returns:
-            `BaseModelOutputWithPast`: `last_hidden_state` `(batch_size, sequence_length, d_model)`, the cache,
+            [`TransfoXLModelOutput`]: `last_hidden_state` `(batch_size, sequence_length, d_model)`, the cache,
             `n_layer + 1` hidden states of that shape and `n_layer` attentions
             `(batch_size, n_head, sequence_length, keys)`.
 
@@ -335,6 +388,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             ValueError, TypeError: for inputs that cannot be read; the message names the argument.
         """
         self._refuse_unknown(kwargs)
+        check_mask(attention_mask)
         config = self.config
         cache = merge_caches(cache, past_key_values)
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
@@ -388,7 +442,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         hidden_states = self.drop(hidden_states)
         all_hidden_states[-1] = hidden_states
         past.end()
-        return BaseModelOutputWithPast(
+        return TransfoXLModelOutput(
             last_hidden_state=hidden_states,
             hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
             attentions=tuple(all_attentions) if output_attentions else None,
@@ -579,6 +633,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         with `return_dict_in_generate` theirs is returned. Without a memory the library's own cache gives the numbers
         of the window rule; `use_cache=False` reads the whole text as one segment for each token.
         """
+        refuse_arguments(kwargs, GENERATE)
         cache = merge_caches(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
         if cache is not None:
             kwargs[CACHE_NAME] = cache
@@ -783,7 +838,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         **kwargs: Any,
-    ) -> SequenceClassifierOutputWithPast:
+    ) -> TransfoXLSequenceClassifierOutput:
         """Classify rows by their rightmost real token.
 
         Args:
@@ -794,7 +849,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 Classes, numbers (regression) or 0/1 per class, by `config.problem_type`.
 
         Returns:
-            `SequenceClassifierOutputWithPast` with `logits` of shape `(batch_size, num_labels)`.
+            [`TransfoXLSequenceClassifierOutput`] with `logits` of shape `(batch_size, num_labels)`.
         """
         self._refuse_unknown(kwargs)
         num_items = kwargs.pop("num_items_in_batch", None)
@@ -834,7 +889,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 config=self.config,
                 num_items_in_batch=num_items,
             )
-        return SequenceClassifierOutputWithPast(
+        return TransfoXLSequenceClassifierOutput(
             loss=loss,
             logits=pooled_logits,
             hidden_states=outputs.hidden_states,

@@ -20,12 +20,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 from transformers.utils import cached_file, logging
+
+from .legacy_names_transfo_xl import (
+    OLD_VOCABULARY,
+    OWN_VOCABULARY,
+    TOKENIZER,
+    TOKENIZER_ARGUMENTS,
+    attribute_error,
+    refuse_arguments,
+)
 
 # the value of an argument that is taken from the vocabulary or from the tokenizer's files
 AUTO = "auto"
@@ -215,6 +224,26 @@ class TransfoXLTokenizer(TokenizersBackend):
     """
 
     model_input_names = ["input_ids", "attention_mask"]
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        if kwargs.get("tokenizer_object") is None and kwargs.get("tokenizer_file") is None:
+            # a saved tokenizer of older releases may bring these with it
+            refuse_arguments(kwargs, TOKENIZER_ARGUMENTS)
+            raise TypeError(
+                f"`{type(self).__name__}` is not called itself. The new way for a vocabulary of your own is "
+                f"{OWN_VOCABULARY}; for an old file it is {OLD_VOCABULARY}. See docs/migration.md."
+            )
+        super().__init__(*args, **kwargs)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if name not in TOKENIZER:
+                    raise
+            raise attribute_error(self, name, TOKENIZER)
 
     @classmethod
     def from_vocabulary(

@@ -21,11 +21,12 @@ CONVERSION = "conversion"  # a source folder beside the package, installed as hf
 
 # the package's modules by layer, each with the modules of ours that it may import
 FLAT = {
-    "configuration_transfo_xl": set(),
+    "legacy_names_transfo_xl": set(),
+    "configuration_transfo_xl": {"legacy_names_transfo_xl"},
     "weights_transfo_xl": set(),
     # it is built from the same configuration as the model, not from a dozen of its numbers
     "adaptive_transfo_xl": {"configuration_transfo_xl", "recompute_transfo_xl", "weights_transfo_xl"},
-    "tokenization_transfo_xl": set(),
+    "tokenization_transfo_xl": {"legacy_names_transfo_xl"},
     # it wraps a layer of the library, nothing of ours
     "rolling_transfo_xl": set(),
     "sharing_transfo_xl": set(),
@@ -51,6 +52,7 @@ FLAT = {
         "cache_transfo_xl",
         "attention_transfo_xl",
         "adaptive_transfo_xl",
+        "legacy_names_transfo_xl",
         "past_transfo_xl",
         "recompute_transfo_xl",
         "weights_transfo_xl",
