@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .legacy_names_transfo_xl import CONFIGURATION, CONFIGURATION_ARGUMENTS, attribute_error, refuse_arguments
+from .legacy_names_transfo_xl import CONFIGURATION, CONFIGURATION_ARGUMENTS, refuse_arguments, without_attributes
 
 if TYPE_CHECKING:
     # `None` only until `__post_init__` has derived a value
@@ -51,6 +51,7 @@ def segment_window(mem_len: int, same_length: bool, includes_oldest: bool) -> in
     return mem_len + int(includes_oldest) if same_length and mem_len else None
 
 
+@without_attributes(CONFIGURATION)
 @strict
 class TransfoXLConfig(PreTrainedConfig):
     r"""
@@ -183,11 +184,6 @@ class TransfoXLConfig(PreTrainedConfig):
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            raise attribute_error(self, name, CONFIGURATION)
 
     def __post_init__(self, **kwargs: Any) -> None:
         refuse_arguments(kwargs, CONFIGURATION_ARGUMENTS)

@@ -4,14 +4,17 @@ A script that uses one gets an error that names the new way. `docs/migration.md`
 names that work as before, and a test tries every name on it.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 MEMORY = "`cache=TransfoXLMemory.from_mems(config, mems)`"
 START = "`model.init_memory(batch_size)`, passed as `cache=`"
 SET_LENGTH = "`model.init_memory(batch_size, mem_len=…)`: lengths belong to the memory"
 CONVERT = "`hf-txl convert SOURCE FOLDER`"
 NO_TENSORFLOW = "the PyTorch classes of the same name without `TF`; `hf-txl convert` reads TensorFlow checkpoints"
+EXPORT = "`torch.export.export(model, (input_ids,))`"
 HUB = "the name of a folder or of a repository of the Hub, passed to `from_pretrained`"
 BUILD = "`build_vocabulary(texts, mode, …)` of `hf_txl.tokenization_transfo_xl`, or `hf-txl build-tokenizer`"
 OWN_VOCABULARY = "`TransfoXLTokenizer.from_vocabulary(symbols, mode)`"
@@ -138,7 +141,7 @@ FORWARD = {
 }
 GENERATE = {"mems": MEMORY, "past": "`past_key_values=` or `cache=`"}
 LOADING = {
-    "torchscript": "`torch.export.export(model, (input_ids,))` of the loaded model",
+    "torchscript": EXPORT,
     "from_tf": CONVERT,
     "from_flax": CONVERT,
 }
@@ -159,7 +162,7 @@ CONFIGURATION = {
     "max_position_embeddings": "no counterpart: a text may have any length, and `config.mem_len` is remembered",
     "tgt_len": "the length of `input_ids`, which may change from call to call",
     "tie_weight": "`config.tie_word_embeddings`",
-    "torchscript": "`torch.export.export(model, (input_ids,))`",
+    "torchscript": EXPORT,
     "trainer_compatible": "no counterpart: `loss` always is one number and comes first",
 }
 
@@ -235,16 +238,38 @@ def refuse_arguments(given: Iterable[str], names: Mapping[str, str]) -> None:
 
 
 def attribute_error(owner: Any, name: str, names: Mapping[str, str]) -> AttributeError:
-    """What `__getattr__` raises for an attribute that is not there."""
-    text = f"{type(owner).__name__!r} object has no attribute {name!r}"
-    return AttributeError(f"{text}. {describe(name, names)}" if name in names else text, name=name, obj=owner)
+    """What stands for an attribute that is not there."""
+    return AttributeError(f"{owner.__name__!r} object has no attribute {name!r}. {describe(name, names)}")
 
 
+class LegacyAttribute:
+    """An attribute that is not there (`hasattr` is false), unless it is set; the error names the new way."""
+
+    def __init__(self, name: str, names: Mapping[str, str]):
+        self.name = name
+        self.names = names
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        raise attribute_error(owner, self.name, self.names)
+
+
+def without_attributes(names: Mapping[str, str]) -> Callable[[T], T]:
+    """Decorate a class whose objects have had attributes of these names.
+
+    For classes without `__getattr__`, which would replace the error by its own.
+    """
+
+    def decorate(owner: T) -> T:
+        for name in names:
+            setattr(owner, name, LegacyAttribute(name, names))
+        return owner
+
+    return decorate
+
+
+@without_attributes(OUTPUT)
 class LegacyOutputNames:
-    """Mixed into outputs: a former field, as attribute or key, is still not there, but the error names the new way."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise attribute_error(self, name, OUTPUT)
+    """Mixed into outputs: a former field is not there as a key either."""
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str) and key in OUTPUT:

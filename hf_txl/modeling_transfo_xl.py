@@ -36,6 +36,7 @@ from .attention_transfo_xl import ATTENTION_CLASSES, SegmentAttention
 from .cache_transfo_xl import TransfoXLMemory
 from .configuration_transfo_xl import TransfoXLConfig
 from .legacy_names_transfo_xl import (
+    EXPORT,
     FORWARD,
     GENERATE,
     LOADING,
@@ -175,7 +176,7 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
             except AttributeError:
                 if name not in MODEL:
                     raise
-            raise attribute_error(self, name, MODEL)
+            raise attribute_error(type(self), name, MODEL)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -387,6 +388,11 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         Raises:
             ValueError, TypeError: for inputs that cannot be read; the message names the argument.
         """
+        if not torch.compiler.is_compiling() and torch.jit.is_tracing():
+            raise NotImplementedError(
+                "`torch.jit.trace` must not be used: the lengths of one call and the ways chosen for them become "
+                f"constants, and another length gives wrong numbers. Here: {EXPORT}. See docs/migration.md."
+            )
         self._refuse_unknown(kwargs)
         check_mask(attention_mask)
         config = self.config

@@ -243,7 +243,7 @@ class TransfoXLTokenizer(TokenizersBackend):
             except AttributeError:
                 if name not in TOKENIZER:
                     raise
-            raise attribute_error(self, name, TOKENIZER)
+            raise attribute_error(type(self), name, TOKENIZER)
 
     @classmethod
     def from_vocabulary(

@@ -246,3 +246,15 @@ def test_sizes_that_are_left_out_are_those_of_the_page() -> None:
     names, values = (cell.split(", ") for cell in line.strip("| ").split(" | ")[:2])
     assert [getattr(full, name.strip("`")) for name in names] == [json.loads(value) for value in values]
     assert full.cutoffs == [20000, 40000, 200000] and hf_txl.TransfoXLConfig(vocab_size=200000).cutoffs == []
+
+
+def test_tracing_is_refused_and_export_is_named() -> None:
+    """R15: a trace is right for the lengths of its example alone, and off by 0.01 to 4 for others."""
+    for model in (make_model(), make_model(TransfoXLForSequenceClassification)):
+        model.config.use_cache = False
+        with (
+            torch.no_grad(),
+            pytest.raises(NotImplementedError, match=r"torch\.export\.export\(model, \(input_ids,\)\)"),
+        ):
+            torch.jit.trace(model, (IDS,), strict=False)
+    assert "torch.export.export(model, (ids,))" in PAGE.read_text(encoding="utf-8")
