@@ -214,7 +214,6 @@ def test_misspelt_arguments(model_class: Any, wrong: str, right: str) -> None:
         (TransfoXLModel, "shift_labels"),
         (TransfoXLForSequenceClassification, "shift_labels"),
         (TransfoXLForCausalLM, "token_type_ids"),
-        (TransfoXLForCausalLM, "head_mask"),
         (TransfoXLForCausalLM, "something_else"),
     ],
 )
