@@ -152,11 +152,12 @@ def is_word_list(path: Path) -> bool:
 
 
 def is_vocabulary(stored: Any) -> bool:
-    """Whether what a file holds is a vocabulary or a corpus, and no model that has one."""
-    attributes = stored.state if isinstance(stored, StoredObject) else stored
-    if not isinstance(attributes, Mapping) or "model_state" in attributes:
-        return False
-    return "sym2idx" in attributes or is_vocabulary(attributes.get("vocab"))
+    """Whether what a file holds is a vocabulary or a corpus, and not a model or a checkpoint that has one."""
+    if not isinstance(stored, StoredObject):
+        return isinstance(stored, Mapping) and "sym2idx" in stored
+    corpus = stored.state.get("vocab") if isinstance(stored.state, Mapping) else None
+    vocabulary = corpus if isinstance(corpus, StoredObject) and "_modules" not in stored.state else stored
+    return isinstance(vocabulary.state, Mapping) and "sym2idx" in vocabulary.state
 
 
 def file_in(folder: Path) -> Path | None:

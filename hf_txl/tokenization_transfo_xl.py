@@ -208,7 +208,34 @@ def _is_byte(symbol: str) -> bool:
     return symbol.isascii() and symbol.isdecimal() and int(symbol) < 256 and str(int(symbol)) == symbol
 
 
-class TransfoXLTokenizer(TokenizersBackend):
+class FormerNames(TokenizersBackend):
+    """Former arguments and attributes raise errors that name the new way.
+
+    A class of its own, because the library loads a tokenizer whose class has an `__init__` in another way.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        if kwargs.get("tokenizer_object") is None and kwargs.get("tokenizer_file") is None:
+            # a file that was saved by an older release may bring these with it
+            refuse_arguments(kwargs, TOKENIZER_ARGUMENTS)
+            raise TypeError(
+                f"`{type(self).__name__}` is not called itself. For a vocabulary of your own: {OWN_VOCABULARY}; for an "
+                f"old file: {OLD_VOCABULARY}. See docs/migration.md."
+            )
+        super().__init__(*args, **kwargs)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if name not in TOKENIZER:
+                    raise
+            raise attribute_error(type(self), name, TOKENIZER)
+
+
+class TransfoXLTokenizer(FormerNames):
     """A vocabulary of whole symbols, and one of four ways to cut a text into them.
 
     | mode | a token is |
@@ -224,26 +251,6 @@ class TransfoXLTokenizer(TokenizersBackend):
     """
 
     model_input_names = ["input_ids", "attention_mask"]
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        if kwargs.get("tokenizer_object") is None and kwargs.get("tokenizer_file") is None:
-            # a saved tokenizer of older releases may bring these with it
-            refuse_arguments(kwargs, TOKENIZER_ARGUMENTS)
-            raise TypeError(
-                f"`{type(self).__name__}` is not called itself. The new way for a vocabulary of your own is "
-                f"{OWN_VOCABULARY}; for an old file it is {OLD_VOCABULARY}. See docs/migration.md."
-            )
-        super().__init__(*args, **kwargs)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                if name not in TOKENIZER:
-                    raise
-            raise attribute_error(type(self), name, TOKENIZER)
 
     @classmethod
     def from_vocabulary(

@@ -15,7 +15,8 @@ from typer.testing import CliRunner, Result
 from hf_txl.cli import app
 from hf_txl.conversion.checkpoint import VocabularyError
 from hf_txl.conversion.convert import convert
-from hf_txl.conversion.vocabulary import read_vocabulary
+from hf_txl.conversion.read_pytorch import StoredObject
+from hf_txl.conversion.vocabulary import is_vocabulary, read_vocabulary
 from tests.helpers import FIXTURES
 
 from .hostile import PROGRAMS, WRAPPERS
@@ -131,6 +132,15 @@ def test_a_hostile_vocabulary_is_refused(file: str, wrapper: str, tmp_path: Path
     result = run(tmp_path / file, tmp_path / "out")
     assert result.exit_code == 2 and refused_name in result.stderr
     assert not (tmp_path / "sentinel").exists() and not (tmp_path / "out").exists()
+
+
+def test_a_model_or_checkpoint_with_a_vocabulary_is_none() -> None:
+    vocabulary = StoredObject("vocabulary.Vocab", (), {"sym2idx": {"a": 0}})
+    assert is_vocabulary(vocabulary) and is_vocabulary({"sym2idx": {"a": 0}})
+    assert is_vocabulary(StoredObject("data_utils.Corpus", (), {"vocab": vocabulary, "train": None}))
+    assert not is_vocabulary(StoredObject("model.Model", (), {"vocab": vocabulary, "_modules": {}}))
+    assert not is_vocabulary({"weights": torch.zeros(2), "vocab": vocabulary})
+    assert not is_vocabulary(StoredObject("model.Model", (), {"vocab": 3})) and not is_vocabulary(None)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
