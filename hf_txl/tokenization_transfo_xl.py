@@ -219,8 +219,8 @@ class FormerNames(TokenizersBackend):
             # a file that was saved by an older release may bring these with it
             refuse_arguments(kwargs, TOKENIZER_ARGUMENTS)
             raise TypeError(
-                f"`{type(self).__name__}` is not called itself. For a vocabulary of your own: {OWN_VOCABULARY}; for an "
-                f"old file: {OLD_VOCABULARY}. See docs/migration.md."
+                f"`{type(self).__name__}` is not called itself. For a vocabulary of your own: {OWN_VOCABULARY}; for "
+                f"an old file: {OLD_VOCABULARY}. See docs/migration.md."
             )
         super().__init__(*args, **kwargs)
 
