@@ -410,7 +410,8 @@ class TransfoXLMemory(Cache):
 
         Args:
             rows (`list[int]` or `torch.Tensor`, *optional*):
-                Streams that end: indices, or a boolean per stream. `None`: all; the batch size may then change.
+                Streams that end: different indices, or a boolean per stream; integers are always indices, so flags
+                must be booleans (`dones.bool()`). `None`: all; the batch size may then change.
         """
         if rows is None:
             self._forget()
@@ -421,6 +422,11 @@ class TransfoXLMemory(Cache):
         tensor = next(iter(self.layers[0].tensors.values()), None)
         device = torch.device("cpu") if tensor is None else tensor.device
         index = self._row_index(rows, device)
+        if len(index.unique()) < len(index):
+            raise ValueError(
+                f"`rows` must be different indices, or a boolean per stream, but is {index.tolist()}: integers are "
+                "indices of streams, flags must be booleans (`rows.bool()`)."
+            )
         if tensor is None:
             return
         self._unshare()
@@ -541,7 +547,9 @@ class TransfoXLMemory(Cache):
                     f"`rows` must have one boolean per stream ({self.batch_size}), but has shape {list(index.shape)}."
                 )
             return index.nonzero().flatten()
-        if index.dim() > 1 or (index.numel() and (index.is_floating_point() or index.is_complex())):
+        # `uint8` was once the type of flags
+        is_no_index = index.is_floating_point() or index.is_complex() or index.dtype == torch.uint8
+        if index.dim() > 1 or (index.numel() and is_no_index):
             raise ValueError(
                 "`rows` must be a list of indices or a boolean per stream, but has dtype "
                 f"{index.dtype} and shape {list(index.shape)}."

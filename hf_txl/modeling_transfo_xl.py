@@ -7,6 +7,7 @@ Modules keep the published weight names, so every Transformer-XL checkpoint load
 import copy
 import difflib
 import inspect
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +29,13 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     SequenceClassifierOutputWithPast,
 )
-from transformers.utils import can_return_tuple
-from transformers.utils.generic import TransformersKwargs
+from transformers.utils import can_return_tuple, logging
 
 from .adaptive_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax
 from .attention_transfo_xl import ATTENTION_CLASSES, SegmentAttention
 from .cache_transfo_xl import TransfoXLMemory
 from .configuration_transfo_xl import TransfoXLConfig
+from .keywords_transfo_xl import KEYWORDS, check_keyword
 from .legacy_names_transfo_xl import (
     EXPORT,
     FORWARD,
@@ -56,7 +57,8 @@ from .weights_transfo_xl import is_plain
 # transformers 5.24 renamed the argument and output field; everything version-dependent about it is here and in
 # `TransfoXLForCausalLM.generate`
 CACHE_NAME = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
-LIBRARY_ARGUMENTS = {*TransformersKwargs.__annotations__, "skip_logits"}
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -211,16 +213,19 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         return TransfoXLMemory(self.config, batch_size=batch_size, **settings)
 
     def _refuse_unknown(self, arguments: dict[str, Any], also_known: tuple[str, ...] = ()) -> None:
-        """Keyword arguments that nobody reads are mistakes: a misspelt `labels` must not give a run without a loss."""
+        """Keyword arguments that nobody reads are mistakes: a misspelt `labels` must not give a run without a loss.
+
+        The library's own are obeyed or refused, see `KEYWORDS`.
+        """
         refuse_arguments(arguments, FORWARD)
-        known = [*LIBRARY_ARGUMENTS, *also_known]
-        for name in arguments:
-            if name not in known:
+        for name, value in arguments.items():
+            if name in KEYWORDS:
+                check_keyword(name, value)
+            elif name not in also_known:
+                known = [*KEYWORDS, *also_known]
                 near = difflib.get_close_matches(name, [*inspect.signature(self.forward).parameters, *known], n=1)
                 hint = f"; did you mean `{near[0]}`?" if near else "; see its docstring for those it takes."
                 raise TypeError(f"`{type(self).__name__}` takes no argument `{name}`{hint}")
-        if arguments.get("is_causal") is False:
-            raise ValueError("`is_causal` must be True: a Transformer-XL reads in one direction, but it is False.")
 
     # --- vocabulary
 
@@ -310,19 +315,34 @@ def check_ids(name: str, ids: torch.Tensor, size: int, ignored: int | None = Non
 
 
 def check_mask(mask: Any) -> None:
-    """Refuse what older releases took in second place: a list of memory states, or targets."""
+    """Refuse what older releases took in second place: a list of memory states."""
     if isinstance(mask, list | tuple):
         raise TypeError(
             f"`attention_mask` must be a tensor, but is a {type(mask).__name__}. In second place transformers 2 to 4 "
             f"took `mems`. Here: {MEMORY}. See docs/migration.md."
         )
-    if mask is None or mask.is_floating_point() or mask.dtype == torch.bool or mask.is_meta or mask.numel() == 0:
-        return
-    if not torch.compiler.is_compiling() and ((mask < 0) | (mask > 1)).any():
+
+
+def selected_indices(output_hidden_states: Any, number: int) -> Collection[int]:
+    """Which of `number` hidden states the argument asks for, as GPT-2 reads it in transformers 5.24.
+
+    Raises:
+        ValueError: for what is no such index.
+    """
+    if output_hidden_states is None or isinstance(output_hidden_states, bool):
+        return range(number) if output_hidden_states else ()
+    indices = output_hidden_states
+    if isinstance(indices, int):
+        # 0 alone is a flag there
+        indices = [indices] if indices else []
+    if not isinstance(indices, list | tuple | set | range) or not all(
+        isinstance(index, int) and -number <= index < number for index in indices
+    ):
         raise ValueError(
-            f"`attention_mask` must hold 1 for real tokens and 0 for pads, but has values from {mask.min().item()} to "
-            f"{mask.max().item()}. Token ids are passed as `labels=`; texts that are numbered, in rows of their own."
+            f"`output_hidden_states` must be True, False or indices from {-number} to {number - 1} (`n_layer` + 1 "
+            f"hidden states), but is {output_hidden_states!r}."
         )
+    return {index % number for index in indices}
 
 
 class TransfoXLModel(TransfoXLPreTrainedModel):
@@ -358,7 +378,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         past_key_values: Any = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: bool | int | Sequence[int] | None = None,
         **kwargs: Any,
     ) -> TransfoXLModelOutput:
         """Read one segment.
@@ -376,9 +396,15 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 segment at the start of a stream.
             use_cache (`bool`, *optional*):
                 Whether to return a filled `DynamicCache` if no cache is given, in eval mode. Default: the
-                configuration's.
+                configuration's. What goes on from a cache is read by the window rule, this call by the segment rule:
+                a segment for which they differ (longer than `config.sliding_window`, without `same_length`) fills a
+                cache that is refused later. `cache=DynamicCache(config=model.config)` reads by the window rule.
             output_attentions (`bool`, *optional*): Whether to return attention probabilities.
-            output_hidden_states (`bool`, *optional*): Whether to return all hidden states.
+            output_hidden_states (`bool`, an index or `list[int]`, *optional*):
+                Whether to return all hidden states, or which: 0 in a list is the input of the first layer, -1 the last
+                hidden state; `None` takes the place of the others.
+            position_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*, a keyword):
+                Only positions that follow from the order of the real tokens, as `generate` counts them; never needed.
 
         Returns:
             [`TransfoXLModelOutput`]: `last_hidden_state` `(batch_size, sequence_length, d_model)`, the cache,
@@ -398,7 +424,12 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         config = self.config
         cache = merge_caches(cache, past_key_values)
         output_attentions = config.output_attentions if output_attentions is None else output_attentions
+        if output_attentions not in (True, False, None):
+            raise ValueError(
+                f"`output_attentions` must be True or False, for all layers, but is {output_attentions!r}."
+            )
         output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        selected = selected_indices(output_hidden_states, config.n_layer + 1)
         hidden_states = self._embed(input_ids, inputs_embeds)
         records_gradients = torch.is_grad_enabled() and (
             hidden_states.requires_grad or any(parameter.requires_grad for parameter in self.parameters())
@@ -421,6 +452,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             fills_new_cache=use_cache and not self.training,
             records_gradients=records_gradients,
         )
+        if (position_ids := kwargs.get("position_ids")) is not None:
+            past.check_position_ids(position_ids)
         layout = past.layout()
         kind = ATTENTION_CLASSES[config.attention_kind]
         relative_keys = past.relative_keys(
@@ -448,9 +481,12 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         hidden_states = self.drop(hidden_states)
         all_hidden_states[-1] = hidden_states
         past.end()
+        taken: Any = selected and tuple(
+            states if index in selected else None for index, states in enumerate(all_hidden_states)
+        )
         return TransfoXLModelOutput(
             last_hidden_state=hidden_states,
-            hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
+            hidden_states=taken or None,
             attentions=tuple(all_attentions) if output_attentions else None,
             **{CACHE_NAME: past.cache},
         )
@@ -531,7 +567,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: bool | int | Sequence[int] | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         return_logits: bool | None = None,
         num_candidates: int | None = None,
@@ -541,7 +577,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
 
         Args:
             input_ids, attention_mask, inputs_embeds, cache, past_key_values, use_cache, output_attentions,
-            output_hidden_states: As for [`TransfoXLModel`].
+            output_hidden_states, position_ids: As for [`TransfoXLModel`].
             labels (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*):
                 The tokens of the segment (`labels=input_ids`): position t is scored on `labels[:, t + 1]`, so the last
                 position is not scored. -100 is ignored.
@@ -551,8 +587,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             logits_to_keep (`int` or `torch.Tensor`):
                 Logits of the last positions only (0: all), or of these positions.
             return_logits (`bool`, *optional*):
-                Whether to compute `logits`. Default: yes, except in train mode with labels. Without them, scoring
-                builds no (tokens x vocabulary) tensor.
+                Whether to compute `logits`. Default: yes, except in train mode with labels, where `logits` is None and
+                no (tokens x vocabulary) tensor is built. A loss of one's own on the logits needs `return_logits=True`.
             num_candidates (`int`, *optional*):
                 Only this many of the likeliest tokens of each position matter: the logits of a cluster that can hold
                 none of them may be `-inf`. `generate` says so where it is true.
@@ -565,7 +601,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         num_items = kwargs.pop("num_items_in_batch", None)
         if (skip_logits := kwargs.pop("skip_logits", None)) is not None and return_logits is None:
             return_logits = not skip_logits
-        self._refuse_unknown(kwargs, also_known=("shift_labels", "num_items_in_batch"))
+        self._refuse_unknown(kwargs, also_known=("shift_labels",))
         inputs = input_ids if input_ids is not None else inputs_embeds
         targets = self._targets(labels, shift_labels, inputs)
 
@@ -666,7 +702,19 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
                 "`cache_implementation` must not be 'quantized': the library quantises caches of full attention only, "
                 "and this model's is a sliding window."
             )
+        self._check_prompt(inputs, kwargs, isinstance(cache, TransfoXLMemory))
+        if self.config.is_absolute and kwargs.get("position_ids") is not None:
+            raise ValueError(
+                f"`position_ids` must be None for `attention_kind={self.config.attention_kind!r}`, whose positions "
+                "are those of the newest tokens at each step, but is given."
+            )
         remembers = self.config.sliding_window > 1 and not self.config.is_absolute
+        if remembers and cache is None and kwargs.get("use_cache") is None and setting("use_cache") is False:
+            logger.warning_once(
+                "`generate` reads the whole text again for each token, as one segment, since a configuration says "
+                "`use_cache=False` (the library's `Trainer` writes that into `model.config`, from which a generation "
+                "configuration takes it). Pass `use_cache=True`, or set `model.generation_config.use_cache = True`."
+            )
         if isinstance(cache, TransfoXLMemory):
             if setting("prefill_chunk_size") is not None:
                 raise ValueError("`prefill_chunk_size` must be None with a `TransfoXLMemory`; feed segments yourself.")
@@ -688,6 +736,21 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             # every step reads the whole segment again
             kwargs["use_cache"] = False
         return super().generate(inputs, generation_config, logits_processor, stopping_criteria, **kwargs)
+
+    def _check_prompt(self, inputs: Any, kwargs: dict[str, Any], has_memory: bool) -> None:
+        """Refuse prompts without a token, before the library looks at their last one."""
+        names = ("inputs", "input_ids", "inputs_embeds")
+        prompts = dict(zip(names, (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")), strict=True))
+        given = {name: value for name, value in prompts.items() if isinstance(value, torch.Tensor)}
+        if given and all(value.dim() > 1 and value.shape[1] == 0 for value in given.values()):
+            name, value = next(iter(given.items()))
+            instead = "begin with `bos_token_id`, or with whatever a text begins with"
+            if has_memory:
+                instead = "a memory keeps no prediction: do not let it read the last token, and begin with that"
+            raise ValueError(
+                f"`{name}` must hold at least one token per row, from which the first new one is predicted, but has "
+                f"shape {list(value.shape)}; {instead}."
+            )
 
     def _sample(
         self,
@@ -842,15 +905,15 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: bool | int | Sequence[int] | None = None,
         **kwargs: Any,
     ) -> TransfoXLSequenceClassifierOutput:
         """Classify rows by their rightmost real token.
 
         Args:
             input_ids, attention_mask, inputs_embeds, cache, past_key_values, use_cache, output_attentions,
-            output_hidden_states: As for [`TransfoXLModel`]. Without a mask the rightmost token that is not
-                `pad_token_id` counts, if the configuration has one.
+            output_hidden_states, position_ids: As for [`TransfoXLModel`]. Without a mask the rightmost token that is
+                not `pad_token_id` counts, if the configuration has one.
             labels (`torch.Tensor` of shape `(batch_size,)` or `(batch_size, num_labels)`, *optional*):
                 Classes, numbers (regression) or 0/1 per class, by `config.problem_type`.
 

@@ -22,6 +22,12 @@ from .sharing_transfo_xl import SharedStates
 
 logger = logging.get_logger(__name__)
 
+TWO_RULES = (
+    "without a cache a position sees the whole segment before it, with one only what the memory would hold. Read the "
+    "beginning with `cache=DynamicCache(config=model.config)` (`past_key_values` before transformers 5.24) or with a "
+    "`TransfoXLMemory`; or use `same_length=True`, where both are one"
+)
+
 # B batch   S stored positions   Q positions of the segment   K keys
 
 
@@ -64,9 +70,56 @@ class Past:
                 f"`attention_mask` must have shape [{self.batch_size}, {self.query_length}]{either} "
                 f"but has {list(attention_mask.shape)}."
             )
+        # in a step of decoding it is the mask of the prompt and a new token
+        if self.query_length > 1:
+            check_mask_values(attention_mask)
         mask = attention_mask.to(device=self.device, dtype=torch.bool)
         mask = F.pad(mask, (total - mask.shape[1], 0), value=True)
         return None if not torch.compiler.is_compiling() and mask.all() else mask
+
+    def check_position_ids(self, position_ids: torch.Tensor) -> None:
+        """Refuse positions other than those the model computes with, which the order of the real tokens gives.
+
+        Args:
+            position_ids (`torch.Tensor` of shape `(batch_size, query_length)` or `(1, query_length)`): At pads, any.
+
+        Raises:
+            ValueError: if they restart, leave gaps, go back or begin elsewhere; in a program, which reads no values.
+        """
+        shapes = [[self.batch_size, self.query_length], [1, self.query_length]]
+        if list(position_ids.shape) not in shapes:
+            raise ValueError(f"`position_ids` must have shape {shapes[0]}, but has {list(position_ids.shape)}.")
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "`position_ids` must be None where the model is compiled or exported, but is given: a program cannot "
+                "read whether they are those of the order of the tokens, which are computed with."
+            )
+        if position_ids.is_meta or self.device.type == "meta":
+            return
+        real = torch.ones(self.batch_size, self.query_length, dtype=torch.bool, device=self.device)
+        if self.mask is not None:
+            real = self.mask[:, -self.query_length :]
+        # the position before the first real token, as each real token has it
+        origin = position_ids.to(self.device) - real.long().cumsum(1)
+        row_origin = origin.gather(1, real.int().argmax(1, keepdim=True))
+        wrong = ((origin != row_origin) & real).any(1)
+        wrong |= real.any(1) & ~self._may_begin_at(row_origin.flatten() + 1)
+        if wrong.any():
+            row = int(wrong.int().argmax())
+            values = position_ids.expand(self.batch_size, -1)[row].tolist()
+            raise ValueError(
+                f"`position_ids` must count the real tokens of each row one by one from {self._positions_begin()}, "
+                f"but is {values} in row {row}: a row is read as one text in the order of its tokens. Leave them out; "
+                "give each text a row of its own, padded on either side, instead of packing several into one."
+            )
+
+    def _may_begin_at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Whether `(B,)` positions may be those of the first real tokens of the segment."""
+        return positions == 0
+
+    def _positions_begin(self) -> str:
+        """The same for an error message."""
+        return "0"
 
     def layout(self) -> AttentionLayout:
         """Where queries and keys lie: the segment, causally (or the window, with `same_length`)."""
@@ -166,6 +219,22 @@ class MemoryPast(Past):
         storage = memory.begin(inputs_embeds, self.mask, records_gradients)
         self.key_value_store = memory if storage == "keys_values" else None
 
+    def _may_begin_at(self, positions: torch.Tensor) -> torch.Tensor:
+        # a memory does not count what it has read: positions may go on or be those of each segment, the same way in
+        # all rows that remember something, of which none begins a text
+        lengths = self.memory.lengths
+        if lengths is None:
+            remembers = torch.full_like(positions, self.memory.stored_length > 0, dtype=torch.bool)
+        else:
+            remembers = lengths.to(self.device) > 0
+        if self.mask is not None:
+            remembers &= self.mask.any(1)
+        restarts = remembers & (positions == 0)
+        return ~restarts | (restarts == remembers).all()
+
+    def _positions_begin(self) -> str:
+        return "0, or in no row that remembers something from 0 (`memory.reset(rows)` begins a text)"
+
     def layout(self) -> AttentionLayout:
         memory, stored_length = self.memory, self.memory.stored_length
         start_slots = memory.start_slots
@@ -225,7 +294,20 @@ class LibraryPast(Past):
         elif all(map(can_compile, cache.layers)):
             self.key_value_store = CompiledWindows(cache)
         self.past_length = cache.get_seq_length()
+        self._check_rule()
         self.mask = self._real_tokens(attention_mask, self.past_length)
+
+    def _check_rule(self) -> None:
+        """Refuse what a call without a cache has left where it reads by another rule than what goes on from it."""
+        length = getattr(self.cache, "segment_length", 0)
+        if length and self.past_length == 0:
+            # it was emptied
+            self.cache.segment_length = 0
+        elif length and not rules_agree(self.config, length):
+            raise ValueError(
+                f"`cache` must have been filled by the window rule, by which it goes on, but a call without a cache "
+                f"has filled it with one segment of {length} positions: {TWO_RULES}."
+            )
 
     def _check(self) -> None:
         """Refuse what another model or batch has left; the library would fail deep inside, or not at all."""
@@ -244,6 +326,12 @@ class LibraryPast(Past):
             dtype = stored.dtype if torch.is_autocast_enabled(self.device.type) else self.dtype
             shape = (self.batch_size, config.n_head, 0, config.d_head)
             check_keys(stored, torch.empty(shape, dtype=dtype, device=self.device))
+
+    def _may_begin_at(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions == (self.past_length if self.mask is None else self.mask[:, : self.past_length].sum(1))
+
+    def _positions_begin(self) -> str:
+        return f"the number of real tokens that `cache` has read (it has read {int(self.past_length)} in all)"
 
     def layout(self) -> AttentionLayout:
         config, cache = self.config, self.cache
@@ -272,6 +360,42 @@ class LibraryPast(Past):
     @property
     def goes_on(self) -> bool:
         return self.past_length > 0
+
+
+def _cache_of_a_segment(config: TransfoXLConfig, length: int) -> DynamicCache:
+    """An empty cache for a segment that is read by the segment rule; it knows that, see `LibraryPast`."""
+    cache = DynamicCache(config=config)
+    if torch.compiler.is_exporting() and not rules_agree(config, length):
+        # outside a program a cache is its tensors
+        raise ValueError(
+            f"`cache` must be given to export a call of {length} positions that returns one, but is None: {TWO_RULES}."
+        )
+    if not torch.compiler.is_compiling():
+        make_rolling(cache)
+    cache.segment_length = length  # type: ignore[attr-defined]
+    return cache
+
+
+def rules_agree(config: TransfoXLConfig, length: int) -> bool:
+    """Whether a segment of this length at the start of a stream has the same keys by the segment and the window rule.
+
+    By the segment rule each position sees all before it, and all the zero states there may be before the first.
+    """
+    if config.same_length or length <= 1:
+        return True
+    return config.memory_init == "empty" and length <= config.sliding_window
+
+
+def check_mask_values(attention_mask: torch.Tensor) -> None:
+    """Refuse masks with other values than 0 and 1, such as numbers of packed texts, or terms added to scores."""
+    if attention_mask.dtype == torch.bool or torch.compiler.is_compiling() or attention_mask.is_meta:
+        return
+    if ((attention_mask != 0) & (attention_mask != 1)).any():
+        raise ValueError(
+            "`attention_mask` must hold 1 for real tokens and 0 for pads, but has values from "
+            f"{attention_mask.min().item()} to {attention_mask.max().item()}. Token ids are passed as `labels=`; give "
+            "texts that are numbered rows of their own."
+        )
 
 
 def open_past(
@@ -306,9 +430,7 @@ def open_past(
         )
     remembers = config.sliding_window > 1 and not config.is_absolute
     if cache is None:
-        new_cache = DynamicCache(config=config) if fills_new_cache and remembers else None
-        if new_cache is not None and not torch.compiler.is_compiling():
-            make_rolling(new_cache)
+        new_cache = _cache_of_a_segment(config, inputs_embeds.shape[1]) if fills_new_cache and remembers else None
         return Past(config, inputs_embeds, attention_mask, new_cache)
     if not hasattr(cache, "get_mask_sizes"):
         raise TypeError(

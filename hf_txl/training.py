@@ -177,8 +177,12 @@ class TransfoXLTrainer(Trainer):
             base = model.get_base_model() if hasattr(model, "get_base_model") else model
             if not isinstance(getattr(base, "_orig_mod", base), TransfoXLForCausalLM):
                 raise ValueError(f"`model` must be a `TransfoXLForCausalLM`, but is a {type(model).__name__}.")
+        self._use_cache = None if model is None else model.config.use_cache
         # rows are of equal length; the library's choice for a tokenizer would pad them
         super().__init__(model=model, args=args, **{"data_collator": default_data_collator, **settings})
+        # the library writes its argument over it, with which a model saved or made of this configuration would
+        # generate by reading the whole text for each token; a memory needs no such switch
+        self.model.config.use_cache = self._use_cache
         self.streams: TokenStreams | DocumentStreams | None = None
         self.memory: TransfoXLMemory | None = None
         if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1 and args.world_size == 1:
@@ -200,6 +204,12 @@ class TransfoXLTrainer(Trainer):
                 "(`DataParallel`). Start one process per GPU with `torchrun` or `accelerate launch`, or set "
                 "`CUDA_VISIBLE_DEVICES`."
             )
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Make a model by `model_init`; see the library's."""
+        model: Any = super().call_model_init(trial)
+        self._use_cache = model.config.use_cache
+        return model
 
     # --- streams
 

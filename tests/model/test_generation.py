@@ -373,7 +373,8 @@ def test_a_library_cache_continues_with_new_ids_and_a_mask_of_all(start: str) ->
     model = tiny_model(memory_init=start)
     prompts, new, pads = random_ids(2, 6), random_ids(2, 3, seed=2), [0, 4]
     mask = (torch.arange(9) >= torch.tensor(pads)[:, None]).long()
-    cache = model(prompts, attention_mask=mask[:, :6], use_cache=True).past_key_values
+    cache = DynamicCache(config=model.config)
+    model(prompts, attention_mask=mask[:, :6], cache=cache)
     output = model.generate(new, attention_mask=mask, cache=cache, max_new_tokens=6, **PLAIN)
     for row, pad in enumerate(pads):
         text = torch.cat([prompts[row, pad:], new[row]])

@@ -30,6 +30,7 @@ FLAT = {
     # it wraps a layer of the library, nothing of ours
     "rolling_transfo_xl": set(),
     "sharing_transfo_xl": set(),
+    "keywords_transfo_xl": set(),
     "cache_transfo_xl": {"configuration_transfo_xl", "rolling_transfo_xl", "sharing_transfo_xl"},
     "positions_transfo_xl": set(),
     "recompute_transfo_xl": {"positions_transfo_xl"},
@@ -53,6 +54,7 @@ FLAT = {
         "attention_transfo_xl",
         "adaptive_transfo_xl",
         "legacy_names_transfo_xl",
+        "keywords_transfo_xl",
         "past_transfo_xl",
         "recompute_transfo_xl",
         "weights_transfo_xl",
