@@ -702,7 +702,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
                 "`cache_implementation` must not be 'quantized': the library quantises caches of full attention only, "
                 "and this model's is a sliding window."
             )
-        self._check_prompt(inputs, kwargs, isinstance(cache, TransfoXLMemory))
+        check_prompt(inputs, kwargs, cache)
         if self.config.is_absolute and kwargs.get("position_ids") is not None:
             raise ValueError(
                 f"`position_ids` must be None for `attention_kind={self.config.attention_kind!r}`, whose positions "
@@ -736,21 +736,6 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             # every step reads the whole segment again
             kwargs["use_cache"] = False
         return super().generate(inputs, generation_config, logits_processor, stopping_criteria, **kwargs)
-
-    def _check_prompt(self, inputs: Any, kwargs: dict[str, Any], has_memory: bool) -> None:
-        """Refuse prompts without a token, before the library looks at their last one."""
-        names = ("inputs", "input_ids", "inputs_embeds")
-        prompts = dict(zip(names, (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")), strict=True))
-        given = {name: value for name, value in prompts.items() if isinstance(value, torch.Tensor)}
-        if given and all(value.dim() > 1 and value.shape[1] == 0 for value in given.values()):
-            name, value = next(iter(given.items()))
-            instead = "begin with `bos_token_id`, or with whatever a text begins with"
-            if has_memory:
-                instead = "a memory keeps no prediction: do not let it read the last token, and begin with that"
-            raise ValueError(
-                f"`{name}` must hold at least one token per row, from which the first new one is predicted, but has "
-                f"shape {list(value.shape)}; {instead}."
-            )
 
     def _sample(
         self,
@@ -815,6 +800,41 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             kwargs[CACHE_NAME] = memory = copy.copy(memory)
             memory.batch_repeat_interleave(expand_size)
         return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)  # type: ignore[misc]
+
+
+def check_prompt(inputs: Any, arguments: dict[str, Any], cache: Any) -> None:
+    """Refuse prompts without a token to predict from; the library would fail at their last one, or read them again.
+
+    Args:
+        inputs, arguments, cache: Of `generate`: its first argument, its keywords, and the cache of either name.
+    """
+    prompts = {"inputs": inputs, **{name: arguments.get(name) for name in ("input_ids", "inputs_embeds")}}
+    prompts = {
+        name: prompt for name, prompt in prompts.items() if isinstance(prompt, torch.Tensor) and prompt.dim() > 1
+    }
+    if not prompts:
+        return
+    # embeddings win over ids
+    name, prompt = max(prompts.items(), key=lambda item: item[1].dim())
+    if prompt.shape[1] == 0:
+        instead = "begin with `bos_token_id`, or with whatever a text begins with"
+        if cache is not None:
+            instead = (
+                "a past keeps no prediction: hold back its last token, do not let it be read, and begin with that"
+            )
+        raise ValueError(
+            f"`{name}` must hold at least one token per row, from which the first new one is predicted, but has "
+            f"shape {list(prompt.shape)}; {instead}."
+        )
+    past_length = 0 if cache is None or not hasattr(cache, "get_seq_length") else int(cache.get_seq_length())
+    mask = arguments.get("attention_mask")
+    # the library takes embeddings for the whole text whatever the mask
+    only_new = name != "inputs_embeds" and isinstance(mask, torch.Tensor) and mask.shape[1] != prompt.shape[1]
+    if prompt.shape[1] <= past_length and not only_new:
+        raise ValueError(
+            f"`{name}` must hold the whole text, more than the {past_length} tokens that `cache` has read, but holds "
+            f"{prompt.shape[1]}; new tokens alone need an `attention_mask` of all."
+        )
 
 
 def check_prompt_mask(mask: torch.Tensor) -> None:

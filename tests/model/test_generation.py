@@ -17,7 +17,7 @@ import torch
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache, pipeline, set_seed
 from transformers.utils import logging
 
-from hf_txl import TransfoXLForCausalLM, TransfoXLMemory, TransfoXLModel
+from hf_txl import TransfoXLForCausalLM, TransfoXLMemory, TransfoXLModel, modeling_transfo_xl
 from hf_txl.conversion.slow_model import SlowMemory
 from hf_txl.rolling_transfo_xl import RollingWindowLayer
 from tests.helpers import assert_close
@@ -1155,3 +1155,79 @@ def test_sampled_beams_are_scored_by_their_own_tokens(state: str) -> None:
 
         by_hand(model, sequence[:4], new_tokens, choose=follow, window_rule=state not in STORAGES)
         assert_close(f"{state} score", score, sum(total), 1e-4)
+
+
+# --- a prompt without a token, a configuration that says to read everything again
+
+
+@pytest.mark.parametrize("state", ["nothing", "memory", "library"])
+@torch.no_grad()
+def test_a_prompt_without_a_token_is_refused(state: str) -> None:
+    """R14: it ended in an IndexError; a memory holds no prediction."""
+    model = tiny_model()
+    ids, cache = (
+        random_ids(2, 5),
+        {"memory": model.init_memory(2), "library": DynamicCache(config=model.config)}.get(state),
+    )
+    if cache is not None:
+        model(ids, past_key_values=cache)
+    begin = "begin with `bos_token_id`" if cache is None else "hold back its last token"
+    empty = {"inputs": ids[:, :0], "input_ids": ids[:, :0], "inputs_embeds": torch.zeros(2, 0, 16)}
+    for name, prompt in empty.items():
+        with pytest.raises(ValueError, match=f"`{name}` must hold at least one token per row.*; .*{begin}"):
+            model.generate(**{name: prompt}, past_key_values=cache, **PLAIN)
+    if state == "memory":
+        assert cache.stored_length == 5
+        # what the message says
+        held_back = model.init_memory(2)
+        model(ids[:, :-1], past_key_values=held_back)
+        output = model.generate(ids[:, -1:], past_key_values=held_back, max_new_tokens=4, **PLAIN)
+        for row in range(2):
+            slow = slow_memory_after(model, ids[row, :-1])
+            assert output[row, 1:].tolist() == by_hand(model, ids[row, -1:], 4, memory=slow, window_rule=False)
+
+
+@pytest.mark.parametrize("length", [1, 5, 6, 7])
+@torch.no_grad()
+def test_a_text_that_a_cache_has_read_to_its_end_is_not_read_again(length: int) -> None:
+    """The library would feed all of it once more, or a part."""
+    model = tiny_model()
+    ids, new = random_ids(2, 7), {"max_new_tokens": 3, **PLAIN}
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    with pytest.raises(
+        ValueError, match=f"whole text, more than the 7 tokens that `cache` has read, but holds {length}"
+    ):
+        model.generate(ids[:, :length], past_key_values=cache, **new)
+    with pytest.raises(ValueError, match="`inputs_embeds` must hold the whole text"):
+        model.generate(inputs_embeds=model.get_input_embeddings()(ids[:, :length]), past_key_values=cache, **new)
+    mask = torch.ones(2, 7 + length, dtype=torch.long)
+    output = model.generate(ids[:, :length], attention_mask=mask, past_key_values=cache, **new)
+    text = torch.cat([ids, ids[:, :length]], dim=1)
+    assert output[:, length:].tolist() == [by_hand(model, row, 3) for row in text]
+
+
+def warnings_of(model: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[str]:
+    """What `generate` warns of by itself."""
+    said: list[str] = []
+    monkeypatch.setattr(modeling_transfo_xl.logger, "warning_once", said.append)
+    model.generate(random_ids(1, 4), max_new_tokens=2, **PLAIN, **settings)
+    return said
+
+
+def test_reading_everything_again_because_a_configuration_says_so_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R08: `use_cache=False` in a configuration, where the library's Trainer writes it."""
+    slow = tiny_model(use_cache=False)
+    for model, settings in (
+        (slow, {}),
+        (tiny_model(), {"generation_config": GenerationConfig(use_cache=False)}),
+    ):
+        (said,) = warnings_of(model, monkeypatch, **settings)
+        assert "Pass `use_cache=True`, or set `model.generation_config.use_cache = True`" in said
+    # what was asked for, what the message says, and where nothing is read again
+    assert not warnings_of(tiny_model(), monkeypatch, use_cache=False)
+    assert not warnings_of(slow, monkeypatch, use_cache=True)
+    assert not warnings_of(slow, monkeypatch, past_key_values=slow.init_memory(1))
+    assert not warnings_of(tiny_model(), monkeypatch)
+    slow.generation_config.use_cache = True
+    assert not warnings_of(slow, monkeypatch)

@@ -4,8 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
+from transformers import GPT2Config, GPT2Model
 
-from hf_txl import TransfoXLMemory, TransfoXLModel
+from hf_txl import TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLMemory, TransfoXLModel
 from tests.helpers import assert_close
 from tests.t0 import FLOAT32, LARGE_WEIGHTS, make_model, random_ids
 
@@ -96,3 +99,70 @@ def test_a_call_without_a_cache_returns_one_that_goes_on_under_the_window_rule()
     assert_close("continued", second, model(ids).logits[:, 4:], **FLOAT32)
     model.train()
     assert len(model(ids, use_cache=True).to_tuple()) == 1
+
+
+# --- hidden states by index
+
+
+# what GPT-2 of transformers 5.24 gives: `None` in the place of the others; 0 alone is a flag
+SELECTED = [
+    ([0, 2], [0, 2]),
+    ((0, -1), [0, 3]),
+    ({3}, [3]),
+    ([True], [1]),
+    (range(1, 3), [1, 2]),
+    (1, [1]),
+    (-1, [3]),
+    (True, [0, 1, 2, 3]),
+]
+
+
+@pytest.mark.parametrize("model_class", [TransfoXLModel, TransfoXLForCausalLM, TransfoXLForSequenceClassification])
+@torch.no_grad()
+def test_hidden_states_are_returned_by_index(model_class: Any) -> None:
+    """R22: all of them came, whatever was asked for."""
+    model = make_model(model_class)
+    ids = random_ids(2, 5)
+    whole = model(ids, output_hidden_states=True).hidden_states
+    for given, taken in SELECTED:
+        states = model(ids, output_hidden_states=given).hidden_states
+        assert [index for index, value in enumerate(states) if value is not None] == taken, given
+        assert len(states) == 4
+        assert all(torch.equal(states[index], whole[index]) for index in taken)
+    for nothing in (False, 0, [], None):
+        assert model(ids, output_hidden_states=nothing).hidden_states is None
+    for wrong in ([4], [-5], 4, "all", 1.0, [None]):
+        with pytest.raises(ValueError, match="`output_hidden_states` must be True, False or indices from -4 to 3"):
+            model(ids, output_hidden_states=wrong)
+    for wrong in ([0], "all", 2):
+        with pytest.raises(ValueError, match="`output_attentions` must be True or False"):
+            model(ids, output_attentions=wrong)
+
+
+@torch.no_grad()
+def test_indices_mean_what_they_mean_to_gpt2() -> None:
+    """Before 5.23 the library read them otherwise."""
+    if Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("the library's own answer is another one here")
+    gpt2 = GPT2Model(GPT2Config(n_layer=3, n_embd=8, n_head=2, vocab_size=99, bos_token_id=0, eos_token_id=0)).eval()
+    model = make_model(TransfoXLModel)
+    ids = random_ids(2, 5)
+    for given, _ in SELECTED:
+        ours, theirs = (
+            [states is not None for states in each(ids, output_hidden_states=given).hidden_states]
+            for each in (model, gpt2)
+        )
+        assert ours == theirs, given
+
+
+# --- logits in training
+
+
+def test_logits_in_training_are_there_on_request() -> None:
+    """R16: with labels in train mode they are None, as no loss needs them; `return_logits=True` gives both."""
+    model = make_model().train()
+    ids = random_ids(2, 7)
+    assert model(ids, labels=ids).logits is None
+    output = model(ids, labels=ids, return_logits=True)
+    expected = torch.nn.functional.nll_loss(output.logits[:, :-1].log_softmax(-1).flatten(0, 1), ids[:, 1:].flatten())
+    assert_close("loss", output.loss, expected, **FLOAT32)

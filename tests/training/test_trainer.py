@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import get_scheduler
+from transformers import Trainer, TrainingArguments, get_scheduler
 
 from hf_txl import TransfoXLForCausalLM, TransfoXLMemory
 from hf_txl.data import DocumentStreams, TokenStreams
@@ -679,3 +679,76 @@ def test_a_run_of_another_number_of_processes_is_not_resumed(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"must hold memory-0-of-1.safetensors.*\['memory-0-of-2.safetensors'\]"):
         trained(tmp_path, resume=str(checkpoint), **settings)
     assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == 3
+
+
+# ---- what a training leaves behind
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("made_by", ["model", "model_init"])
+def test_a_training_leaves_the_configuration_as_it_was(made_by: str, use_cache: bool, tmp_path: Path) -> None:
+    """R08: the library's Trainer writes `use_cache=False` there, and a model made of it reads a text per token."""
+    config = tiny_config(use_cache=use_cache)
+    before = config.to_dict()
+
+    def make() -> Any:
+        return TransfoXLForCausalLM(config)
+
+    model = {"model": make()} if made_by == "model" else {"model_init": make}
+    trainer = TransfoXLTrainer(args=arguments(tmp_path, max_steps=1), train_dataset=TEXT, **model)
+    trainer.train()
+    assert trainer.model.config.to_dict() == before
+    trainer.save_model(str(tmp_path / "saved"))
+    for other in (TransfoXLForCausalLM(config), TransfoXLForCausalLM.from_pretrained(tmp_path / "saved")):
+        assert other.config.use_cache is use_cache
+        assert (other.generation_config.use_cache is False) is (not use_cache)
+
+
+def library_trainer(folder: Path, trainer_class: Any = Trainer, **changes: Any) -> Any:
+    """The library's own on blocks, as the page has it at its end."""
+    blocks = [{"input_ids": ids, "labels": ids} for ids in TEXT[:300].view(20, 15)]
+    args = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        save_strategy="no",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        **changes,
+    )
+    return trainer_class(tiny_model(), args, train_dataset=blocks, eval_dataset=blocks[:3])
+
+
+def test_the_librarys_trainer_leaves_the_configuration_as_it_was_if_told_so(tmp_path: Path) -> None:
+    """R08: as the page says."""
+    trainer = library_trainer(tmp_path, use_cache=True)
+    trainer.train()
+    loss = trainer.evaluate()["eval_loss"]
+    assert trainer.model.config.to_dict() == tiny_config().to_dict()
+    again = library_trainer(tmp_path)
+    again.train()
+    # the switch changes no number
+    assert loss == pytest.approx(again.evaluate()["eval_loss"], abs=1e-6)
+    assert again.model.config.use_cache is False
+    # the model that was trained generates as before: its settings were made before
+    assert again.model.generation_config.use_cache is not False
+
+
+def test_a_loss_of_ones_own_gets_logits_in_training(tmp_path: Path) -> None:
+    """R16: `return_logits=True`, without which they are None in train mode with labels."""
+
+    class WithOwnLoss(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            outputs = model(**inputs, return_logits=True)
+            logits, targets = outputs.logits[:, :-1], inputs["labels"][:, 1:]
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            assert_close("loss", loss, outputs.loss, atol=1e-5)
+            return (loss, outputs) if return_outputs else loss
+
+    losses = {}
+    for trainer_class in (Trainer, WithOwnLoss):
+        trainer = library_trainer(tmp_path, trainer_class)
+        trainer.train()
+        losses[trainer_class] = trainer.evaluate()["eval_loss"]
+    assert losses[WithOwnLoss] == pytest.approx(losses[Trainer], abs=1e-4)

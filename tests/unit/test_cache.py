@@ -206,6 +206,39 @@ def test_rows_that_do_not_exist_are_refused(operation: str, stores: str) -> None
     assert_same_state(memory.state_dict(), before)
 
 
+@both_storages
+@pytest.mark.parametrize("flags", [[0, 0, 1], [1, 1, 1], [0, 0, 0], [2, 1, 2], torch.tensor([0, 1, 1])])
+def test_integers_that_repeat_are_no_rows_to_reset(flags: Any, stores: str) -> None:
+    """R07: `dones.long()` would reset streams 0 and 1, whichever have ended; `select` may take a stream twice."""
+    streams = make_streams(stores)
+    before = streams.memory.state_dict()
+    with pytest.raises(ValueError, match=r"`rows` must be different indices, or a boolean.*`rows.bool\(\)`"):
+        streams.memory.reset(flags)
+    assert_same_state(streams.memory.state_dict(), before)
+    index = torch.as_tensor(flags)
+    assert_goes_on(streams, streams.memory.select(flags), [streams.read[row] for row in index])
+    # what the message says
+    streams.memory.reset(index.bool())
+    streams_read = [read[:0] if flag else read for read, flag in zip(streams.read, index.bool(), strict=True)]
+    assert_goes_on(streams, streams.memory, streams_read)
+
+
+def test_bytes_are_no_rows() -> None:
+    """They were the type of flags before booleans."""
+    memory = make_streams("hidden_states").memory
+    for operation in (memory.select, memory.reset, memory.reorder_cache, memory.batch_select_indices):
+        with pytest.raises(ValueError, match=r"`rows` must be a list of indices or a boolean .*torch.uint8"):
+            operation(torch.tensor([0, 2], dtype=torch.uint8))
+
+
+def test_integers_are_indices_where_they_could_be_flags() -> None:
+    """As documented: no rule could tell them apart in a batch of one or two."""
+    streams = make_streams("hidden_states")
+    pair = streams.memory.select([1, 2])
+    pair.reset(torch.tensor([0, 1]))
+    assert pair.lengths is not None and pair.lengths.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("fields", [{}, {"mem_len": 0}])
 def test_rows_that_do_not_exist_are_refused_before_anything_is_stored(fields: dict[str, int]) -> None:
     memory = make_model(**fields).init_memory(2)
