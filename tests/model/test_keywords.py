@@ -237,6 +237,8 @@ def test_absolute_kinds_generate_without_positions() -> None:
 def test_a_program_takes_no_positions() -> None:
     """It cannot read whether they are right."""
     model = make_model()
+    # the programs of other tests count towards the limit of how many there may be
+    torch._dynamo.reset()
     run = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="`position_ids` must be None where the model is compiled"):
         run(random_ids(1, 7), position_ids=COUNTING)
