@@ -11,7 +11,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from hf_txl import TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLModel
-from tests.helpers import assert_close
+from tests.helpers import assert_close, cut
 from tests.model.tiny_models import random_ids, tiny_model
 
 # float32, sums of a few dozen numbers; what is compared are two orders of the same operations
@@ -25,7 +25,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "clusters": {"d_embed": 12},
     # one table for all clusters, of which each has rows; one projection per cluster in the softmax
     "one table": {"div_val": 1, "d_embed": 10, "memory_init": "zeros"},
-    "plain": {"cutoffs": [], "div_val": 1},
+    "plain": ONE_LAYER,
     "shared biases": {**ONE_LAYER, "untie_r": False},
     "pre_lnorm": {**ONE_LAYER, "pre_lnorm": True, "memory_init": "zeros", "same_length": True},
     "learned_relative": {**ONE_LAYER, "attention_kind": "learned_relative", "max_klen": 9},
@@ -34,8 +34,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "absolute_sinusoid": {**ONE_LAYER, "attention_kind": "absolute_sinusoid"},
     "absolute_learned": {**ONE_LAYER, "attention_kind": "absolute_learned", "max_klen": 9},
 }
-ABSOLUTE = ("absolute_sinusoid", "absolute_learned")
-
 # every attention kind and layout as a language model; the classes around the same layers where they differ
 MODELS = [
     *((TransfoXLForCausalLM, name) for name in CONFIGURATIONS),
@@ -47,36 +45,33 @@ MODEL_IDS = [f"{model_class.__name__}-{name}" for model_class, name in MODELS]
 
 
 class Mode(NamedTuple):
-    """One way to call a model: in train mode or not, behind which kind of memory, with which targets."""
+    """One way to call a model: in train mode or not, in segments behind a memory or at once, with targets or not."""
 
     training: bool
-    storage: str | None
+    memory: bool
     labels: bool
 
 
-TRAINING = Mode(training=True, storage="hidden_states", labels=True)
+# with a memory of hidden states, which is the last segment's context and gets the gradients of it
+TRAINING = Mode(training=True, memory=True, labels=True)
 MODES = [
-    Mode(training=False, storage=None, labels=True),
-    Mode(training=False, storage="hidden_states", labels=True),
-    Mode(training=False, storage="keys_values", labels=True),
-    Mode(training=False, storage="auto", labels=False),
-    Mode(training=True, storage=None, labels=False),
+    Mode(training=False, memory=False, labels=True),
+    Mode(training=False, memory=True, labels=True),
+    Mode(training=True, memory=False, labels=False),
     TRAINING,
 ]
 
 
 def small_model(model_class: Any, name: str, **changes: Any) -> Any:
-    extra = {"num_labels": 3} if model_class is TransfoXLForSequenceClassification else {}
-    return tiny_model(model_class, **{**CONFIGURATIONS[name], **extra, **changes})
-
-
-def modes_of(name: str) -> list[Mode]:
-    """Absolute kinds keep no keys and values."""
-    return [mode for mode in MODES if mode.storage not in ("keys_values", "auto") or name not in ABSOLUTE]
+    if model_class is TransfoXLForSequenceClassification:
+        changes = {"num_labels": 3, **changes}
+    if model_class is not TransfoXLForCausalLM:
+        changes = {"n_layer": 1, **changes}
+    return tiny_model(model_class, **{**CONFIGURATIONS[name], **changes})
 
 
 def text(model: Any) -> torch.Tensor:
-    """Two rows of 11 tokens, of all clusters in each segment."""
+    """Two rows of 11 tokens, of all clusters."""
     ids = random_ids(2, 11, vocab_size=model.config.vocab_size)
     ids[:, 1:4] = torch.tensor([3, 17, 31])
     ids[:, 7:10] = torch.tensor([38, 5, 19])
@@ -84,35 +79,36 @@ def text(model: Any) -> torch.Tensor:
 
 
 def read(model: Any, mode: Mode) -> dict[str, torch.Tensor]:
-    """What a model says of a text, by name: in one segment, or in two behind a memory."""
+    """What a model says of a text, by name.
+
+    Behind a memory in eval mode, all that a memory can do takes its turn: hidden states are stored while gradients are
+    recorded, read without, turned into keys and values at a single token, and these are read by what follows.
+    """
     model.train(mode.training)
     ids = text(model)
-    batch_size, results = len(ids), {}
-    memory = None if mode.storage is None else model.init_memory(batch_size, stores=mode.storage)
-    segments = [ids] if memory is None else [ids[:, :6], ids[:, 6:]]
-    if mode.storage == "auto":
-        # hidden states while gradients are recorded, which become keys and values at a single token without
-        segments = [ids[:, :6], ids[:, 6:7], ids[:, 7:]]
-    for number, segment in enumerate(segments):
+    # each position is scored
+    targets = ids.roll(-1, dims=1)
+    memory = model.init_memory(len(ids)) if mode.memory else None
+    lengths = [11] if not mode.memory else [6, 5] if mode.training else [5, 3, 1, 2]
+    parts: dict[str, list[torch.Tensor]] = {}
+    for number, here in enumerate(cut(11, lengths)):
         labels: Any = {}
         if mode.labels and isinstance(model, TransfoXLForCausalLM):
-            # as in training: nothing but losses; logits are asked for without labels
-            labels = {"labels": segment}
+            labels = {"shift_labels": targets[:, here]}
         elif mode.labels and isinstance(model, TransfoXLForSequenceClassification):
             labels = {"labels": torch.tensor([2, 0])}
-        with torch.set_grad_enabled(mode.storage != "keys_values" and not (mode.storage == "auto" and number)):
-            output = model(segment, cache=memory, use_cache=False, **labels)
-        for field in ("last_hidden_state", "logits", "losses", "loss"):
-            # of a language model it is the mean of its losses
-            if output.get(field) is not None and not (field == "loss" and "losses" in output):
-                results[f"{field} of segment {number}"] = output[field]
-    return results
+        with torch.set_grad_enabled(mode.training or number == 0):
+            output = model(ids[:, here], cache=memory, use_cache=False, **labels)
+        for field in ("last_hidden_state", "logits", "losses"):
+            if output.get(field) is not None:
+                parts.setdefault(field, []).append(output[field])
+    return {field: torch.cat(tensors, dim=1) for field, tensors in parts.items()}
 
 
-def read_all(model: Any, name: str) -> dict[str, torch.Tensor]:
+def read_all(model: Any) -> dict[str, torch.Tensor]:
     """What a model says in every mode, with what it generates and what its memory holds."""
     was_training = model.training
-    results = {f"{mode}: {key}": value for mode in modes_of(name) for key, value in read(model, mode).items()}
+    results = {f"{mode}: {key}": value for mode in MODES for key, value in read(model, mode).items()}
     model.eval()
     if isinstance(model, TransfoXLForCausalLM):
         ids = text(model)[:, :5]

@@ -22,12 +22,12 @@ from tests.ecosystem.modules import (
     CHANGED,
     MODEL_IDS,
     MODELS,
+    MODES,
     TRAINING,
     Changed,
     assert_all_close,
     change_input,
     change_output,
-    modes_of,
     ramp,
     read,
     small_model,
@@ -51,7 +51,7 @@ class Row(NamedTuple):
 
 
 EVERYTHING = Row(r"")
-HEAD = Row(r"logits|loss")
+HEAD = Row(r"logits|losses")
 CONTAINER = Row(None, "a container, whose members are called in turn")
 
 # by the name within its model, without `transformer.`
@@ -99,8 +99,7 @@ def test_every_module_has_a_row(model_class: Any, name: str) -> None:
 def test_hooks_on_every_module_act(model_class: Any, name: str) -> None:
     """A forward pre-hook and a forward hook act in every mode, and do what another module in that place does."""
     model = small_model(model_class, name)
-    modes = modes_of(name)
-    without = {mode: read(model, mode) for mode in modes}
+    without = {mode: read(model, mode) for mode in MODES}
     wrong = []
     for module_name, module in list(model.named_modules()):
         row = row_of(module_name)
@@ -110,12 +109,12 @@ def test_hooks_on_every_module_act(model_class: Any, name: str) -> None:
             module.register_forward_pre_hook(lambda _, args, kwargs: change_input(args, kwargs), with_kwargs=True),
             module.register_forward_hook(lambda _, args, output: change_output(output)),
         ]
-        hooked = {mode: read(model, mode) for mode in modes}
+        hooked = {mode: read(model, mode) for mode in MODES}
         for handle in handles:
             handle.remove()
         if module_name:
             model.set_submodule(module_name, Changed(module))
-        for mode in modes:
+        for mode in MODES:
             for key, value in hooked[mode].items():
                 if re.search(row.acts_on, key) and not differ(value, without[mode][key]):
                     wrong.append(f"hooks on `{module_name}` do not act on {key} in {mode}")
@@ -139,7 +138,7 @@ def test_a_hook_that_only_looks_sees_each_call() -> None:
     seen: set[nn.Module] = set()
     handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, output: seen.add(module))
     try:
-        for mode in modes_of("clusters"):
+        for mode in MODES:
             seen.clear()
             read(model, mode)
             for module_name, module in model.named_modules():
@@ -157,7 +156,7 @@ def test_a_hook_on_all_modules_acts(module_class: Any) -> None:
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         return change_output(output) if type(module) is module_class else None
 
-    for mode in modes_of("one table"):
+    for mode in MODES:
         handles = [torch.nn.modules.module.register_module_forward_hook(after)]
         globally = read(model, mode)
         handles[0].remove()
@@ -202,10 +201,8 @@ def test_lora_on_every_matrix_acts(model_class: Any, name: str) -> None:
     targets = [key for key, module in base.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
     config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets)
     adapted = peft.inject_adapter_in_model(config, copy.deepcopy(base))
-    modes = modes_of(name)
-    behind_memory = next(mode for mode in reversed(modes) if mode.storage and not mode.training)
-    without = {mode: read(base, mode) for mode in modes}
-    for mode in modes:
+    without = {mode: read(base, mode) for mode in MODES}
+    for mode in MODES:
         assert_all_close(read(adapted, mode), without[mode], f"without effect, {mode}:")
     for target in targets:
         layer, matrix = adapted.get_submodule(target), base.get_submodule(target)
@@ -221,7 +218,7 @@ def test_lora_on_every_matrix_acts(model_class: Any, name: str) -> None:
         change = 2 * (up @ down if is_linear else (up @ down).t())
         with torch.no_grad():
             matrix.weight += change
-        for mode in (behind_memory, TRAINING):
+        for mode in (MODES[1], TRAINING):
             changed = read(adapted, mode)
             assert_all_close(changed, read(base, mode), f"`{target}`, {mode}:")
             for key, value in changed.items():
@@ -255,7 +252,6 @@ class Scaled(nn.Module):
 def test_parametrizations_of_every_parameter_act(model_class: Any, name: str) -> None:
     """Biases, tables and projections too: what counts is what the module's attribute gives."""
     base = untied(small_model(model_class, name))
-    modes = modes_of(name)
     parameters = [
         (module_name, parameter_name)
         for module_name, module in base.named_modules()
@@ -276,7 +272,7 @@ def test_parametrizations_of_every_parameter_act(model_class: Any, name: str) ->
     with torch.no_grad():
         for parameter in expected.parameters():
             parameter.copy_(Scaled()(parameter))
-    for mode in modes:
+    for mode in MODES:
         assert_all_close(read(model, mode), read(expected, mode), f"all, {mode}:")
     actual, of_expected = gradients(model), gradients(expected)
     assert len(actual) == len(of_expected)
@@ -307,7 +303,7 @@ def test_normalised_weights(normalise: Any, name: str) -> None:
         for module_name, module in expected.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight.copy_(model.get_submodule(module_name).weight)
-    for mode in modes_of(name):
+    for mode in MODES:
         if not mode.training:
             assert_all_close(read(model, mode), read(expected, mode), str(mode))
 
@@ -326,5 +322,5 @@ def test_pruned_weights(model_class: Any, name: str) -> None:
                     # a step of an optimizer
                     getattr(pruned, f"{parameter_name}_orig").mul_(1.25)
                     parameter.mul_(1.25 * mask)
-    for mode in modes_of(name):
+    for mode in MODES:
         assert_all_close(read(model, mode), read(expected, mode), str(mode))
