@@ -140,7 +140,7 @@ class AdaptiveLogSoftmax(nn.Module):
         else:
             table: Any = self.out_layers[0]
             rows = slice([0, *self.bucket_ends][bucket], self.bucket_ends[bucket])
-            if is_plain(table, nn.Linear):
+            if is_plain(table, nn.Linear, "weight", "bias"):
                 logits = F.linear(hidden_states, table.weight[rows], table.bias[rows])
             else:
                 logits = table(hidden_states)[..., rows]
@@ -286,6 +286,9 @@ class AdaptiveLogSoftmax(nn.Module):
 
         if torch.compiler.is_compiling():
             return losses_of(hidden_states, columns)
+        if len(columns) == 0:
+            # layers that quantise their input find no range in no tokens
+            return losses_of(F.pad(hidden_states, (0, 0, 0, 1)), F.pad(columns, (0, 1)))[:0]
         size = self.bucket_ends[bucket] - (self.bucket_ends[bucket - 1] if bucket else 0)
         block = max(1, MAX_LOGITS // size)
         # with gradients the logits of a block are computed again in the backward pass rather than kept
@@ -302,7 +305,8 @@ class AdaptiveLogSoftmax(nn.Module):
         `None` where layers must be called instead: while compiling, or where one of them is not plain.
         """
         layers: list[Any] = list(self.out_layers)
-        if torch.compiler.is_compiling() or not all(is_plain(layer, nn.Linear) for layer in layers):
+        are_plain = all(is_plain(layer, nn.Linear, "weight", "bias") for layer in layers)
+        if torch.compiler.is_compiling() or not are_plain:
             return None
         if len(layers) == self.num_clusters + 1:
             return [(layer.weight, layer.bias, None) for layer in layers]

@@ -352,7 +352,7 @@ class SegmentAttention(nn.Module):
         compiles = torch.compiler.is_compiling()
         if not layout.zero_start or (not compiles and layout.start_slots == 0 and layout.start_mask is None):
             return None
-        if self.pre_lnorm or not is_plain(self.qkv_net, nn.Linear):
+        if self.pre_lnorm or not is_plain(self.qkv_net, nn.Linear, "weight"):
             # a normalisation in front, or a layer of a user, may give the zero vector a value
             key, value = self.project_memory(hidden_states.new_zeros(1, 1, hidden_states.shape[-1]))
         else:
@@ -403,7 +403,7 @@ class RelativeAttention(SegmentAttention):
     """
 
     def project_memory(self, memory_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if not is_plain(self.qkv_net, nn.Linear):
+        if not is_plain(self.qkv_net, nn.Linear, "weight"):
             return super().project_memory(memory_states)
         if self.config.pre_lnorm:
             memory_states = self.layer_norm(memory_states)

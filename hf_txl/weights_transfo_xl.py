@@ -12,28 +12,32 @@ from torch.nn.modules.module import _has_any_global_hook
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+def is_plain(module: nn.Module, kind: type[nn.Module], *parameters: str) -> bool:
     """Whether calling a module is certain to compute the formula of its class on the tensors that it holds.
 
     Args:
         module (`nn.Module`): The module.
         kind (`type`): The class whose formula is meant, such as `nn.Linear`.
+        parameters (`str`): Those that the caller's formula reads, such as `"weight"` for a layer without a bias.
 
     Returns:
         `bool`: `True` if the module is exactly of that class (adapters, parametrizations and most quantisers replace
-        it), has no hooks, keeps the class's `forward` (offloading replaces it on the instance), and its parameters
-        are plain `nn.Parameter`s (other quantisers and sharding keep tensors of their own class in them) that are not
-        on the meta device.
+        it), has no hooks, keeps the class's `forward` (offloading replaces it on the instance), has these parameters
+        and no others (a layer that a user put there may have a bias or lack one), and they are plain `nn.Parameter`s
+        (other quantisers and sharding keep tensors of their own class in them) that are not on the meta device.
     """
     if type(module) is not kind:
         return False
     state = module.__dict__
     if "forward" in state or _has_any_global_hook() or any(state[hooks] for hooks in HOOKS):
         return False
-    for parameter in state["_parameters"].values():
-        if parameter is not None and (type(parameter) is not nn.Parameter or parameter.is_meta):
+    for name, parameter in state["_parameters"].items():
+        if name not in parameters:
+            if parameter is not None:
+                return False
+        elif type(parameter) is not nn.Parameter or parameter.is_meta:
             return False
-    return True
+    return all(name in state["_parameters"] for name in parameters)
 
 
 __all__ = ["is_plain"]

