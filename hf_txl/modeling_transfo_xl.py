@@ -50,7 +50,7 @@ from .legacy_names_transfo_xl import (
 )
 from .past_transfo_xl import open_past
 from .recompute_transfo_xl import ReluDropoutFunction
-from .weights_transfo_xl import is_plain
+from .weights_transfo_xl import is_at_hand, is_plain
 
 # B batch   Q positions of the segment
 
@@ -258,6 +258,7 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
             raise ValueError(f"`new_num_tokens` must be above the last cutoff ({last_cutoff}), but is {size}.")
         embedding: Any = self.get_input_embeddings()
         if size != config.vocab_size:
+            self._check_resizable()
             change = size - config.vocab_size
             config.vocab_size = size
             # buckets of equal width share one table
@@ -277,6 +278,18 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
                 crit.bucket_ends = config.bucket_ends
                 crit.shortlist_size = crit.bucket_ends[0]
         return embedding
+
+    def _check_resizable(self) -> None:
+        """Refuse tables that are packed, sharded or offloaded before anything is changed."""
+        for name, module in self.named_modules():
+            if name.endswith(("emb_layers", "out_layers")):
+                weight = getattr(list(module.children())[-1], "weight", None)
+                if not is_at_hand(weight):
+                    where = " on the meta device" if getattr(weight, "is_meta", False) else ""
+                    raise ValueError(
+                        f"The last table of `{name}` must be a plain parameter to be resized, but is of type "
+                        f"{type(weight).__name__}{where}; resize before quantising, sharding or offloading."
+                    )
 
     @torch.no_grad()
     def _resized(self, weight: nn.Parameter, change: int, mean_resizing: bool, first_row: int) -> nn.Parameter:

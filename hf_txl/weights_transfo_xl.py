@@ -5,6 +5,8 @@ dequantise, or evaluate a parametrization. Faster formulations of a layer read w
 `is_plain` first; everything else calls the module.
 """
 
+from typing import Any
+
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -31,13 +33,13 @@ def is_plain(module: nn.Module, kind: type[nn.Module], *parameters: str) -> bool
     state = module.__dict__
     if "forward" in state or _has_any_global_hook() or any(state[hooks] for hooks in HOOKS):
         return False
-    for name, parameter in state["_parameters"].items():
-        if name not in parameters:
-            if parameter is not None:
-                return False
-        elif type(parameter) is not nn.Parameter or parameter.is_meta:
-            return False
-    return all(name in state["_parameters"] for name in parameters)
+    owns_others = any(value is not None and name not in parameters for name, value in state["_parameters"].items())
+    return not owns_others and all(is_at_hand(state["_parameters"].get(name)) for name in parameters)
 
 
-__all__ = ["is_plain"]
+def is_at_hand(weight: Any) -> bool:
+    """Whether a weight is a plain parameter with its values: not packed, sharded, computed or offloaded."""
+    return type(weight) is nn.Parameter and not weight.is_meta
+
+
+__all__ = ["is_at_hand", "is_plain"]

@@ -24,7 +24,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     # one table per cluster, each with a projection
     "clusters": {"d_embed": 12},
     # one table for all clusters, of which each has rows; one projection per cluster in the softmax
-    "one table": {"div_val": 1, "d_embed": 10, "memory_init": "zeros"},
+    "one table": {"n_layer": 1, "div_val": 1, "d_embed": 10, "memory_init": "zeros"},
     "plain": ONE_LAYER,
     "shared biases": {**ONE_LAYER, "untie_r": False},
     "pre_lnorm": {**ONE_LAYER, "pre_lnorm": True, "memory_init": "zeros", "same_length": True},

@@ -48,7 +48,7 @@ def test_every_module_on_the_disk(model_class: Any, name: str, tmp_path: Path) -
         ]
         # what two modules share stays where the other one is
         assert all(offloaded.get_parameter(f"{module_name}.{name}").is_meta for name in own)
-        for mode in MODES:
+        for mode in (MODES[1], TRAINING):
             assert_all_close(read(offloaded, mode), expected[mode], f"`{module_name}` on the disk, {mode}:")
 
 
@@ -92,6 +92,15 @@ def test_cpu_offload(name: str) -> None:
     # a projection that two clusters share is offloaded once
     assert sum(not parameter.is_meta for parameter in offloaded.parameters()) <= 1
     assert_all_close(read_all(offloaded), read_all(model))
+
+
+def test_resizing_what_is_offloaded_is_refused() -> None:
+    model = small_model(TransfoXLForCausalLM, "plain")
+    expected = read(model, MODES[0])
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="of type Parameter on the meta device; resize before"):
+        model.resize_token_embeddings(45)
+    assert_all_close(read(model, MODES[0]), expected)
 
 
 def test_disk_offload(tmp_path: Path) -> None:

@@ -223,3 +223,15 @@ def test_a_loss_without_tokens_of_a_cluster(way: str, name: str) -> None:
         output = model.train(training)(ids, labels=ids, return_logits=True)
         expected = -output.logits.log_softmax(dim=-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
         assert_close("losses", output.losses[:, :-1], expected, atol=WAYS[way][1])
+
+
+@names
+@ways
+def test_resizing_is_refused(way: str, name: str) -> None:
+    """Packed tables cannot grow; the model is as before."""
+    model = quantised(way, name)
+    expected = read(model, MODES[0])
+    with pytest.raises(ValueError, match=r"`crit\.out_layers` must be a plain parameter to be resized, but is"):
+        model.resize_token_embeddings(45)
+    assert model.config.vocab_size == 41
+    assert_all_close(read(model, MODES[0]), expected)
