@@ -62,6 +62,61 @@ class BucketProjections(nn.ParameterDict):
         return F.linear(states, self[name].t() if self.reduces else self[name])
 
 
+class ScaledEmbedding(nn.Embedding):
+    """Embedding of the whole vocabulary whose output is scaled, so that its output is the input of the first layer.
+
+    Args:
+        num_embeddings (`int`): Size of the vocabulary.
+        embedding_dim (`int`): Width of the embeddings.
+        embed_scale (`float`): Factor of the output; adapters of peft read it under this name.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, embed_scale: float):
+        super().__init__(num_embeddings, embedding_dim)
+        self.embed_scale = embed_scale
+
+    @classmethod
+    def adopt(cls, table: nn.Embedding, embed_scale: float) -> None:
+        """Scale the output of a plain embedding from now on; weights and identity of the module stay."""
+        table.__class__ = cls
+        table.embed_scale = embed_scale  # type: ignore[assignment]
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """`(batch_size, sequence_length)` -> `(batch_size, sequence_length, embedding_dim)`."""
+        return super().forward(input_ids) * self.embed_scale
+
+
+class BucketTables(nn.ModuleList):
+    """The layers that hold the table of each bucket, shared with those of the other side where the weights are tied.
+
+    An adapter changes the output of one of two layers that share a table, and merging it writes into the table. So a
+    layer that an adapter wraps gets a copy of its table and shares it no more: the merged model computes what the
+    adapted one did.
+
+    Args:
+        is_tied (`bool`): Whether the tables are shared at first; `untied` then holds the numbers of those that are not.
+    """
+
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        self.is_tied = is_tied
+        self.untied: set[int] = set()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        layer: Any = self._modules.get(name) if self.__dict__.get("is_tied") else None
+        # both kinds of wrappers of peft have one of these methods; those that shard or recompute have none
+        merges = any(hasattr(value, method) for method in ("merge", "unload_and_optionally_merge_module"))
+        if (
+            layer is not None
+            and merges
+            and any(module is layer for module in value.modules())
+            and type(layer.weight) is nn.Parameter  # a quantised one is shared no more
+        ):
+            layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
+            self.untied.add(int(name))
+        super().__setattr__(name, value)
+
+
 class AdaptiveEmbedding(nn.Module):
     """Token embedding whose width falls with rarity, projected to `d_model` and scaled by its square root."""
 
@@ -70,14 +125,40 @@ class AdaptiveEmbedding(nn.Module):
         self.bucket_ends = config.bucket_ends
         self.scale = config.d_model**0.5
         # published name; one table for the whole vocabulary where no cluster is narrower
-        self.emb_layers = nn.ModuleList()
-        if config.div_val == 1:
+        self.emb_layers = BucketTables(config.tie_word_embeddings)
+        if config.has_one_embedding:
+            self.emb_layers.append(ScaledEmbedding(config.vocab_size, config.d_embed, self.scale))
+        elif config.div_val == 1:
             self.emb_layers.append(nn.Embedding(config.vocab_size, config.d_embed))
         else:
             starts = [0, *config.cutoffs]
             for bucket, (start, end) in enumerate(zip(starts, self.bucket_ends, strict=True)):
                 self.emb_layers.append(nn.Embedding(end - start, config.bucket_width(bucket)))
         self.emb_projs = BucketProjections(config, range(len(self.emb_layers)), reduces=False)
+        self.is_one_embedding = config.has_one_embedding
+
+    @property
+    def num_embeddings(self) -> int:
+        """Size of the vocabulary."""
+        return self.bucket_ends[-1]
+
+    @property
+    def word_embeddings(self) -> "AdaptiveEmbedding":
+        """Itself: peft looks for the embedding of a model as `embeddings.word_embeddings`."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        # `weight` is no property, whose message `nn.Module` would replace by its own
+        if name == "weight" and "_modules" in self.__dict__:
+            if len(self.emb_layers) == 1:
+                return self.emb_layers[0].weight
+            raise AttributeError(
+                f"The embedding has no single `weight`: with `cutoffs` and `div_val` above 1 there are "
+                f"{len(self.emb_layers)} tables of different widths, `emb_layers`. Call "
+                "`model.get_input_embeddings()(input_ids)` for the vectors of tokens. Prompt tuning works with "
+                "`prompt_tuning_init='RANDOM'`."
+            )
+        return super().__getattr__(name)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Look up tokens.
@@ -91,6 +172,8 @@ class AdaptiveEmbedding(nn.Module):
         Returns:
             `torch.Tensor` of shape `(batch_size, sequence_length, d_model)`.
         """
+        if self.is_one_embedding:
+            return self.emb_layers[0](input_ids)
         if len(self.emb_layers) == 1:
             return self.emb_projs(self.emb_layers[0](input_ids), 0) * self.scale
         embeddings = None
@@ -119,7 +202,7 @@ class AdaptiveLogSoftmax(nn.Module):
         self.shortlist_size = self.bucket_ends[0]
         self.num_clusters = config.num_clusters
         # published name; weights are those of the embedding where `tie_word_embeddings`
-        self.out_layers = nn.ModuleList()
+        self.out_layers = BucketTables(config.tie_word_embeddings)
         if config.div_val == 1:
             self.out_layers.append(nn.Linear(config.d_embed, config.vocab_size))
         else:
@@ -132,6 +215,24 @@ class AdaptiveLogSoftmax(nn.Module):
             self.cluster_weight = nn.Parameter(torch.empty(self.num_clusters, config.d_embed))
             self.cluster_bias = nn.Parameter(torch.empty(self.num_clusters))
 
+<<<<<<<UNRES
+=======
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                "The adaptive softmax is no single matrix and has no `weight`: with clusters or a projection, programs "
+                "that multiply hidden states by the output embeddings themselves (TRL's SFT, GRPO and other trainers) "
+                "cannot use this model. Use `TransfoXLTrainer` or the library's `Trainer`, whose loss the model "
+                "computes, or a model with `cutoffs=[]` and `d_embed` equal to `d_model`."
+            )
+        return super().__getattr__(name)
+
+    def _project(self, bucket: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        name = str(bucket)
+        # (…, d_model) x (d_model, E) -> (…, E)
+        return F.linear(hidden_states, self.out_projs[name].t()) if name in self.out_projs else hidden_states
+
+>>>>>>>
     def _logits(self, bucket: int, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits of one bucket, `(…, S)`; those of the shortlist are followed by one column per cluster."""
         hidden_states = self.out_projs(hidden_states, bucket)
@@ -318,4 +419,4 @@ class AdaptiveLogSoftmax(nn.Module):
         return list(zip(weights, layers[0].bias.split(sizes), parts, strict=True))
 
 
-__all__ = ["AdaptiveEmbedding", "AdaptiveLogSoftmax"]
+__all__ = ["AdaptiveEmbedding", "AdaptiveLogSoftmax", "ScaledEmbedding"]

@@ -292,6 +292,16 @@ class TransfoXLConfig(PreTrainedConfig):
         return self.has_projection(bucket) and bucket < len(self.tie_projs) and self.tie_projs[bucket]
 
     @property
+    def has_one_embedding(self) -> bool:
+        """Whether the input embedding is one table of width `d_model`."""
+        return (self.div_val == 1 or not self.cutoffs) and not self.has_projection(0)
+
+    @property
+    def has_one_head(self) -> bool:
+        """Whether the logits are hidden states times one matrix."""
+        return not self.cutoffs and not self.has_projection(0)
+
+    @property
     def is_absolute(self) -> bool:
         """Whether positions are added to the states, so that neither keys nor values can be kept."""
         return self.attention_kind in ABSOLUTE_KINDS

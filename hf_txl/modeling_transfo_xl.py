@@ -29,9 +29,14 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     SequenceClassifierOutputWithPast,
 )
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 from transformers.utils import can_return_tuple, logging
 
-from .adaptive_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax
+from .adaptive_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax, ScaledEmbedding
 from .attention_transfo_xl import ATTENTION_CLASSES, SegmentAttention
 from .cache_transfo_xl import TransfoXLMemory
 from .configuration_transfo_xl import TransfoXLConfig
@@ -229,13 +234,42 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
 
     # --- vocabulary
 
+    @property
+    def embeddings(self) -> AdaptiveEmbedding:
+        """The whole input embedding, whatever its tables. peft finds it as `embeddings.word_embeddings`."""
+        base: Any = self.base_model
+        return base.word_emb
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The module that turns token ids into what `inputs_embeds` holds: `(…)` -> `(…, d_model)`, scaled.
+
+        Returns:
+            `nn.Module`: A [`ScaledEmbedding`] where there is one table of width `d_model`, else the
+            [`AdaptiveEmbedding`].
+        """
+        return self.embeddings.emb_layers[0] if self.config.has_one_embedding else self.embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the module of `get_input_embeddings`.
+
+        A plain `nn.Embedding` in the place of the one table becomes a [`ScaledEmbedding`]: a checkpoint holds the
+        table and not its scale. Any other module is used as it is.
+        """
+        base: Any = self.base_model
+        if not self.config.has_one_embedding:
+            base.word_emb = value
+            return
+        if type(value) is nn.Embedding:
+            ScaledEmbedding.adopt(value, self.embeddings.scale)
+        base.word_emb.emb_layers[0] = value
+
     def resize_token_embeddings(  # type: ignore[override]
         self,
         new_num_tokens: int | None = None,
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
         **kwargs: Any,
-    ) -> AdaptiveEmbedding:
+    ) -> nn.Module:
         """Grow or shrink the vocabulary at its end, in the last bucket; cutoffs stay.
 
         Args:
@@ -244,7 +278,7 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
             mean_resizing (`bool`): Start new tokens at the mean of their bucket, instead of at random.
 
         Returns:
-            `AdaptiveEmbedding`: The embedding, resized.
+            `nn.Module`: The embedding, resized; `get_input_embeddings()`.
         """
         refuse_arguments(kwargs, RESIZING)
         if kwargs:
@@ -256,7 +290,7 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         last_cutoff = config.cutoffs[-1] if config.cutoffs else 0
         if size <= last_cutoff:
             raise ValueError(f"`new_num_tokens` must be above the last cutoff ({last_cutoff}), but is {size}.")
-        embedding: Any = self.get_input_embeddings()
+        embedding: Any = self.embeddings
         if size != config.vocab_size:
             self._check_resizable()
             change = size - config.vocab_size
@@ -277,7 +311,7 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
                 output.out_features = len(output.weight)
                 crit.bucket_ends = config.bucket_ends
                 crit.shortlist_size = crit.bucket_ends[0]
-        return embedding
+        return self.get_input_embeddings()
 
     def _check_resizable(self) -> None:
         """Refuse tables that are packed, sharded or offloaded before anything is changed."""
@@ -374,12 +408,6 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             self.r_r_bias = nn.Parameter(torch.empty(config.n_head, config.d_head))
         self.gradient_checkpointing = False
         self.post_init()
-
-    def get_input_embeddings(self) -> AdaptiveEmbedding:
-        return self.word_emb
-
-    def set_input_embeddings(self, value: AdaptiveEmbedding) -> None:  # type: ignore[override]
-        self.word_emb = value
 
     @can_return_tuple
     def forward(
@@ -542,12 +570,21 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         self._tied_weights_keys = self._tied_weights()
         self.post_init()
 
+    def _get_name(self) -> str:
+        """The library's `Trainer` shifts the targets of a smoothed loss for classes that it knows by this name.
+
+        So subclasses keep it.
+        """
+        return TransfoXLForCausalLM.__name__
+
     def _tied_weights(self) -> dict[str, str]:
         """Softmax weight -> embedding weight that it is. Projections are tied whether or not the tables are."""
         config = self.config
         ties = {}
         if config.tie_word_embeddings:
-            for index in range(len(self.crit.out_layers)):
+            # without those that an adapter has given a table of their own
+            untied = self.crit.out_layers.untied | self.transformer.word_emb.emb_layers.untied
+            for index in set(range(len(self.crit.out_layers))) - untied:
                 ties[f"crit.out_layers.{index}.weight"] = f"transformer.word_emb.emb_layers.{index}.weight"
         for bucket in range(config.num_clusters + 1):
             if config.ties_projection(bucket):
@@ -559,15 +596,26 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         """The library's own version ties nothing at all where `tie_word_embeddings` is `False`."""
         return self._tied_weights()
 
-    def get_input_embeddings(self) -> AdaptiveEmbedding:
-        return self.transformer.word_emb
+    def get_output_embeddings(self) -> nn.Module:
+        """The layer whose output is the logits, `(…, d_model)` -> `(…, vocab_size)`, where there is one.
 
-    def set_input_embeddings(self, value: AdaptiveEmbedding) -> None:  # type: ignore[override]
-        self.transformer.word_emb = value
+        Returns:
+            `nn.Module`: An `nn.Linear` without clusters and projection, else the whole [`AdaptiveLogSoftmax`], which
+            has no `weight` and says so.
+        """
+        return self.crit.out_layers[0] if self.config.has_one_head else self.crit
 
-    def get_output_embeddings(self) -> None:
-        """None: the softmax is no single matrix; it is `crit`."""
-        return None
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        """Replace the module of `get_output_embeddings`."""
+        if self.config.has_one_head:
+            self.crit.out_layers[0] = value
+        elif isinstance(value, AdaptiveLogSoftmax):
+            self.crit = value
+        else:
+            raise TypeError(
+                "`value` must be an `AdaptiveLogSoftmax`, since the head is no single matrix, but is a "
+                f"{type(value).__name__}."
+            )
 
     @can_return_tuple
     def forward(
@@ -794,6 +842,9 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             inputs["attention_mask"] = mask[:, -ids.shape[1] :] if ids.shape[1] > 1 else None
             if ids.shape[1] > 1:
                 check_prompt_mask(inputs["attention_mask"])
+        if CACHE_NAME in inputs:
+            # peft puts its prompts in front of the text where it finds no filled cache under the old name
+            inputs["past_key_values"] = inputs.pop(CACHE_NAME)
         return inputs
 
     @staticmethod
@@ -921,12 +972,6 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         self.score = nn.Linear(config.d_model, self.num_labels, bias=False)
         self.post_init()
 
-    def get_input_embeddings(self) -> AdaptiveEmbedding:
-        return self.transformer.word_emb
-
-    def set_input_embeddings(self, value: AdaptiveEmbedding) -> None:  # type: ignore[override]
-        self.transformer.word_emb = value
-
     @can_return_tuple
     def forward(
         self,
@@ -1008,6 +1053,14 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         if is_class:
             check_ids("labels", labels, self.num_labels, ignored=-100, bound="num_labels")
 
+
+# The lists in which the library's `Trainer` and programs such as lm-eval look up what a model is for. The lists of
+# configurations and tokenizers stay as they are: for their entries the library imports a module of its own.
+MODEL_MAPPING_NAMES.setdefault(TransfoXLConfig.model_type, TransfoXLModel.__name__)
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(TransfoXLConfig.model_type, TransfoXLForCausalLM.__name__)
+MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.setdefault(
+    TransfoXLConfig.model_type, TransfoXLForSequenceClassification.__name__
+)
 
 __all__ = [
     "TransfoXLForCausalLM",
