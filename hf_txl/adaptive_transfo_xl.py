@@ -136,6 +136,8 @@ class AdaptiveEmbedding(nn.Module):
                 self.emb_layers.append(nn.Embedding(end - start, config.bucket_width(bucket)))
         self.emb_projs = BucketProjections(config, range(len(self.emb_layers)), reduces=False)
         self.is_one_embedding = config.has_one_embedding
+        # whether its weights may be those of the softmax
+        self.is_shared = True
 
     @property
     def num_embeddings(self) -> int:
@@ -153,10 +155,10 @@ class AdaptiveEmbedding(nn.Module):
             if len(self.emb_layers) == 1:
                 return self.emb_layers[0].weight
             raise AttributeError(
-                f"The embedding has no single `weight`: with `cutoffs` and `div_val` above 1 there are "
-                f"{len(self.emb_layers)} tables of different widths, `emb_layers`. Call "
-                "`model.get_input_embeddings()(input_ids)` for the vectors of tokens. Prompt tuning works with "
-                "`prompt_tuning_init='RANDOM'`."
+                f"The embedding has no single `weight`: with `cutoffs` and `div_val` above 1 it has "
+                f"{len(self.emb_layers)} tables, `emb_layers`. `model.get_input_embeddings()(input_ids)` gives the "
+                "vectors of tokens; prompts of peft need `prompt_tuning_init='RANDOM'`, and trainable tokens the name "
+                "of a table, as in `trainable_token_indices={'emb_layers.0': [...]}`."
             )
         return super().__getattr__(name)
 
@@ -201,6 +203,8 @@ class AdaptiveLogSoftmax(nn.Module):
         self.bucket_ends = config.bucket_ends
         self.shortlist_size = self.bucket_ends[0]
         self.num_clusters = config.num_clusters
+        # whether its weights may be those of the embedding
+        self.is_shared = True
         # published name; weights are those of the embedding where `tie_word_embeddings`
         self.out_layers = BucketTables(config.tie_word_embeddings)
         if config.div_val == 1:
@@ -215,8 +219,6 @@ class AdaptiveLogSoftmax(nn.Module):
             self.cluster_weight = nn.Parameter(torch.empty(self.num_clusters, config.d_embed))
             self.cluster_bias = nn.Parameter(torch.empty(self.num_clusters))
 
-<<<<<<<UNRES
-=======
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise AttributeError(
@@ -227,12 +229,6 @@ class AdaptiveLogSoftmax(nn.Module):
             )
         return super().__getattr__(name)
 
-    def _project(self, bucket: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        name = str(bucket)
-        # (…, d_model) x (d_model, E) -> (…, E)
-        return F.linear(hidden_states, self.out_projs[name].t()) if name in self.out_projs else hidden_states
-
->>>>>>>
     def _logits(self, bucket: int, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits of one bucket, `(…, S)`; those of the shortlist are followed by one column per cluster."""
         hidden_states = self.out_projs(hidden_states, bucket)

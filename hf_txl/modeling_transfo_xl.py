@@ -234,6 +234,14 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
 
     # --- vocabulary
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `modules_to_save` of peft trains a copy of one side, whose weights are those of the other side no more
+        if name in ("crit", "word_emb") and hasattr(value, "unload_and_optionally_merge_module"):
+            for module in value.modules():
+                if isinstance(module, AdaptiveEmbedding | AdaptiveLogSoftmax):
+                    module.is_shared = False
+        super().__setattr__(name, value)
+
     @property
     def embeddings(self) -> AdaptiveEmbedding:
         """The whole input embedding, whatever its tables. peft finds it as `embeddings.word_embeddings`."""
@@ -566,6 +574,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         self.transformer = TransfoXLModel(config)
         # published name
         self.crit = AdaptiveLogSoftmax(config)
+        # the library would take it from the name of the class, which a subclass may change
+        self.loss_type = "ForCausalLM"
         # not empty, so that the library knows that this model ties weights; which ones, `get_expanded_…` says
         self._tied_weights_keys = self._tied_weights()
         self.post_init()
@@ -580,7 +590,9 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
     def _tied_weights(self) -> dict[str, str]:
         """Softmax weight -> embedding weight that it is. Projections are tied whether or not the tables are."""
         config = self.config
-        ties = {}
+        ties: dict[str, str] = {}
+        if not (self.crit.is_shared and self.transformer.word_emb.is_shared):
+            return ties
         if config.tie_word_embeddings:
             # without those that an adapter has given a table of their own
             untied = self.crit.out_layers.untied | self.transformer.word_emb.emb_layers.untied
@@ -970,6 +982,8 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         self.transformer = TransfoXLModel(config)
         # published name
         self.score = nn.Linear(config.d_model, self.num_labels, bias=False)
+        # as above
+        self.loss_type = "ForSequenceClassification"
         self.post_init()
 
     @can_return_tuple

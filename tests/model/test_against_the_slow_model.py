@@ -88,7 +88,7 @@ def test_every_attention_weight_equals_the_slow_reference(window: str, start: st
 def test_embeddings_are_projected_and_scaled_once() -> None:
     """C123: row of the token's cluster, projected, times the square root of the width."""
     model = tiny_model()
-    embedding, bounds = model.get_input_embeddings(), [0, 11, 23, 41]
+    embedding, bounds = model.embeddings, [0, 11, 23, 41]
     rows = []
     for token in range(41):
         cluster = sum(token >= bound for bound in bounds[1:-1])

@@ -46,7 +46,7 @@ def log_probabilities(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def assert_sizes_agree(model: Any, size: int) -> None:
     """C34: embedding, output table, bias, cutoffs and configuration."""
-    config, embedding = model.config, model.get_input_embeddings()
+    config, embedding = model.config, model.embeddings
     starts = [0, *config.cutoffs] if config.div_val > 1 else [0]
     sizes = [end - start for start, end in zip(starts, [*starts[1:], size], strict=True)]
     assert config.vocab_size == size
@@ -102,7 +102,7 @@ def test_added_tokens_are_scored_and_learn(fields: dict[str, Any]) -> None:
     expected = -scores[0, range(6), ids[0, 1:]]
     assert_close("losses", output.losses[0, :6], expected, **FLOAT32)
     output.loss.backward()
-    embedding, layer = model.get_input_embeddings().emb_layers[-1], model.crit.out_layers[-1]
+    embedding, layer = model.embeddings.emb_layers[-1], model.crit.out_layers[-1]
     for name, gradient in (("input", embedding.weight.grad), ("output", layer.weight.grad), ("bias", layer.bias.grad)):
         assert (gradient[-4:] != 0).flatten(1).any(1).all() if gradient.dim() > 1 else (gradient[-4:] != 0).all(), name
 
@@ -200,7 +200,7 @@ def test_new_tokens_start_at_the_mean_of_their_bucket(fields: dict[str, Any]) ->
     first = 0 if config.div_val > 1 or not config.cutoffs else config.cutoffs[-1]
     model.resize_token_embeddings(103)
     layer = model.crit.out_layers[-1]
-    for weight in (model.get_input_embeddings().emb_layers[-1].weight, layer.weight, layer.bias):
+    for weight in (model.embeddings.emb_layers[-1].weight, layer.weight, layer.bias):
         expected = weight[first:-4].mean(dim=0)
         for new in weight[-4:]:
             assert_close("new word", new, expected, 1e-6)
@@ -209,7 +209,7 @@ def test_new_tokens_start_at_the_mean_of_their_bucket(fields: dict[str, Any]) ->
 def test_new_tokens_can_start_at_random() -> None:
     model = make(init_std=0.3)
     model.resize_token_embeddings(199, mean_resizing=False)
-    new = model.get_input_embeddings().emb_layers[-1].weight[-100:].detach()
+    new = model.embeddings.emb_layers[-1].weight[-100:].detach()
     assert 0.2 < new.std() < 0.4
     assert new.unique(dim=0).shape == new.shape
     assert (model.crit.out_layers[-1].bias[-100:] == 0).all()
