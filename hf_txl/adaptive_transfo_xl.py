@@ -94,7 +94,7 @@ class BucketTables(nn.ModuleList):
     adapted one did.
 
     Args:
-        is_tied (`bool`): Whether the tables are shared at first; `untied` then holds the numbers of those that are not.
+        is_tied (`bool`): Whether tables are shared at first; `untied` holds the numbers of those that are no more.
     """
 
     def __init__(self, is_tied: bool) -> None:
@@ -222,8 +222,8 @@ class AdaptiveLogSoftmax(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise AttributeError(
-                "The adaptive softmax is no single matrix and has no `weight`: with clusters or a projection, programs "
-                "that multiply hidden states by the output embeddings themselves (TRL's SFT, GRPO and other trainers) "
+                "The adaptive softmax is no single matrix and has no `weight`. With clusters or a projection, programs"
+                " that multiply hidden states by the output embeddings themselves (TRL's SFT, GRPO and other trainers) "
                 "cannot use this model. Use `TransfoXLTrainer` or the library's `Trainer`, whose loss the model "
                 "computes, or a model with `cutoffs=[]` and `d_embed` equal to `d_model`."
             )
