@@ -223,7 +223,7 @@ class AdaptiveLogSoftmax(nn.Module):
         if name == "weight":
             raise AttributeError(
                 "The adaptive softmax is no single matrix and has no `weight`. With clusters or a projection, programs"
-                " that multiply hidden states by the output embeddings themselves (TRL's SFT, GRPO and other trainers) "
+                " that multiply hidden states by the output embeddings themselves (TRL's SFT and GRPO among them) "
                 "cannot use this model. Use `TransfoXLTrainer` or the library's `Trainer`, whose loss the model "
                 "computes, or a model with `cutoffs=[]` and `d_embed` equal to `d_model`."
             )
