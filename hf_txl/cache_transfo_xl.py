@@ -149,6 +149,8 @@ class TransfoXLMemory(Cache):
         stores: str = "auto",
         batch_size: int | None = None,
     ):
+        # fields may have been set since it was made
+        config.validate_architecture()
         super().__init__(layers=[TransfoXLMemoryLayer() for _ in range(config.n_layer)])
         self.mem_len = config.mem_len if mem_len is None else mem_len
         self.clamp_len = config.clamp_len if clamp_len is None else clamp_len

@@ -35,6 +35,17 @@ ATTENTION_KINDS = {
 ABSOLUTE_KINDS = ("absolute_sinusoid", "absolute_learned")
 RELATIVE_KINDS = ("transformer_xl", "learned_relative", "shaw", "huang")
 MEMORY_INITS = ("empty", "zeros")
+# whose default is derived from other fields when a configuration is made
+DERIVED_FIELDS = (
+    "cutoffs",
+    "d_embed",
+    "d_head",
+    "d_inner",
+    "div_val",
+    "max_klen",
+    "max_relative_distance",
+    "tie_projs",
+)
 # the published WikiText-103 models; a vocabulary that does not reach beyond the last one gets no clusters
 PUBLISHED_CUTOFFS = [20000, 40000, 200000]
 
@@ -49,6 +60,19 @@ def segment_window(mem_len: int, same_length: bool, includes_oldest: bool) -> in
     The original PyTorch code masks everything for `same_length` without memory; here it then has no effect.
     """
     return mem_len + int(includes_oldest) if same_length and mem_len else None
+
+
+def beyond_memory(same_length: bool, includes_oldest: bool) -> int:
+    """Keys that the window of the library's caches has beyond `mem_len`."""
+    return int(not same_length or includes_oldest)
+
+
+def memory_of_window(window: Any, same_length: bool, includes_oldest: bool) -> int:
+    """The `mem_len` with which a position attends to `window` keys, itself included."""
+    least = beyond_memory(same_length, includes_oldest)
+    if not isinstance(window, int) or isinstance(window, bool) or window < least:
+        raise ValueError(f"`sliding_window` must be an int of at least {least}, but is {window!r}.")
+    return window - least
 
 
 @without_attributes(CONFIGURATION)
@@ -187,8 +211,8 @@ class TransfoXLConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         refuse_arguments(kwargs, CONFIGURATION_ARGUMENTS)
-        kwargs.pop("sliding_window", None)
-        kwargs.pop("layer_types", None)
+        # both follow from other fields and are no fields: checked below, when those are known
+        sliding_window, layer_types = kwargs.pop("sliding_window", None), kwargs.pop("layer_types", None)
         found: list[Violation] = []
         if (attn_type := kwargs.pop("attn_type", None)) is not None:
             kind = ATTENTION_KINDS.get(attn_type)
@@ -240,6 +264,13 @@ class TransfoXLConfig(PreTrainedConfig):
             self.max_relative_distance = (self.mem_len or 512) if self.attention_kind == "huang" else 16
         # `strict` would wrap the error in a class that is no ValueError
         self._refuse(found)
+        if sliding_window not in (None, self.sliding_window):
+            raise ValueError(
+                f"`sliding_window` must be {self.sliding_window}, which follows from `mem_len={self.mem_len}` and "
+                f"`same_length={self.same_length}`, but is {sliding_window!r}. Choose the window by `mem_len`."
+            )
+        if layer_types is not None:
+            self.layer_types = layer_types
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -247,7 +278,7 @@ class TransfoXLConfig(PreTrainedConfig):
 
         Keyword arguments that name a field replace the file's value *before* anything is derived or checked.
         """
-        config_dict = dict(config_dict)
+        config_dict, given = dict(config_dict), set(kwargs)
         # one meaning under two names: what the caller says replaces the file's, whichever name either uses
         if {"attention_kind", "attn_type"} & set(kwargs):
             for name in ("attention_kind", "attn_type"):
@@ -261,6 +292,12 @@ class TransfoXLConfig(PreTrainedConfig):
                 for alias in (alias for alias, target in cls.attribute_map.items() if target == field):
                     config_dict.pop(alias, None)
                 config_dict[field] = kwargs.pop(name)
+        if "sliding_window" in kwargs:
+            window = config_dict["sliding_window"] = kwargs.pop("sliding_window")
+            if "mem_len" not in given:
+                same_length = config_dict.get("same_length", cls.same_length)
+                includes_oldest = config_dict.get("same_length_includes_oldest", cls.same_length_includes_oldest)
+                config_dict["mem_len"] = memory_of_window(window, same_length, includes_oldest)
         kind = config_dict.get("attention_kind") or ATTENTION_KINDS.get(config_dict.get("attn_type", 0))
         config_dict.setdefault("memory_init", "empty" if kind in ABSOLUTE_KINDS else "zeros")
         return super().from_dict(config_dict, **kwargs)
@@ -312,11 +349,24 @@ class TransfoXLConfig(PreTrainedConfig):
 
         The library's caches keep `sliding_window - 1` positions. With a window of 1 nothing is kept.
         """
-        return self.mem_len + int(not self.same_length or self.same_length_includes_oldest)
+        return self.mem_len + beyond_memory(self.same_length, self.same_length_includes_oldest)
+
+    @sliding_window.setter
+    def sliding_window(self, window: int) -> None:
+        """Sets `mem_len` to what such a window remembers."""
+        self.mem_len = memory_of_window(window, self.same_length, self.same_length_includes_oldest)
 
     @property
     def layer_types(self) -> list[str]:
+        """What the library calls the attention of each layer: all are sliding windows."""
         return ["sliding_attention"] * self.n_layer
+
+    @layer_types.setter
+    def layer_types(self, kinds: list[str]) -> None:
+        if list(kinds) != self.layer_types:
+            raise ValueError(
+                f"`layer_types` must be {self.layer_types} (`n_layer` sliding windows), but is {kinds!r}."
+            )
 
     @property
     def attn_type(self) -> int | None:
@@ -326,7 +376,9 @@ class TransfoXLConfig(PreTrainedConfig):
     # --- rules
 
     def validate_architecture(self) -> None:
-        """Refuse what no model can have."""
+        """Refuse what no model can have. Called again where a model or a memory is made of a configuration, whose
+        fields may have been set since.
+        """
         self._refuse()
 
     def _refuse(self, found: Iterable[Violation] = ()) -> None:
@@ -341,6 +393,11 @@ class TransfoXLConfig(PreTrainedConfig):
             raise ValueError("\n".join(messages))
 
     def _violations(self) -> Iterator[Violation]:
+        unknown = [name for name in DERIVED_FIELDS if getattr(self, name) is None]
+        if unknown:
+            for name in unknown:
+                yield f"`{name}` must have a value once the configuration is made, which derives it, but is None.", {}
+            return
         sizes = ("vocab_size", "d_model", "d_embed", "n_head", "d_head", "d_inner", "n_layer")
         for name in sizes:
             if getattr(self, name) < 1:
@@ -372,6 +429,9 @@ class TransfoXLConfig(PreTrainedConfig):
                 ),
                 {},
             )
+        for name in ("init_range", "init_std", "proj_init_std"):
+            if getattr(self, name) < 0:
+                yield f"`{name}` must be 0 or more, but is {getattr(self, name)}.", {}
         for name in ("dropout", "dropatt"):
             if not 0 <= getattr(self, name) < 1:
                 yield f"`{name}` must be at least 0 and below 1, but is {getattr(self, name)}.", {}

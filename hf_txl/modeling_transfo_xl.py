@@ -164,6 +164,11 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
     # the sinusoid's frequencies are computed, and shared biases are stored once
     _keys_to_ignore_on_load_unexpected = [r"pos_emb\.inv_freq$", r"layers\.\d+\.dec_attn\.r_[rw]_bias$"]
 
+    def __init__(self, config: TransfoXLConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        # fields may have been set since it was made
+        config.validate_architecture()
+
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """Load a model; see the library's `from_pretrained`. A pickle that is more than tensors is never executed."""
@@ -287,11 +292,19 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
 
         Returns:
             `nn.Module`: The embedding, resized; `get_input_embeddings()`.
+
+        Raises:
+            ValueError: if one is no integer, or the size not above the last cutoff.
         """
         refuse_arguments(kwargs, RESIZING)
         if kwargs:
             raise TypeError(f"`resize_token_embeddings` takes no argument `{next(iter(kwargs))}`.")
         config = self.config
+        for name, number in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+                raise ValueError(f"`{name}` must be an int, but is {number!r}.")
+        if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
+            raise ValueError(f"`pad_to_multiple_of` must be at least 1, but is {pad_to_multiple_of}.")
         size = config.vocab_size if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of is not None:
             size = -(-size // pad_to_multiple_of) * pad_to_multiple_of

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from .cache_transfo_xl import TransfoXLMemory, check_keys
 from .configuration_transfo_xl import TransfoXLConfig, segment_window
 from .positions_transfo_xl import AttentionLayout, RelativeKeys, sinusoid_embeddings
-from .rolling_transfo_xl import CompiledWindows, can_compile, make_rolling
+from .rolling_transfo_xl import CompiledWindows, RollingWindows, can_compile
 from .sharing_transfo_xl import SharedStates
 
 logger = logging.get_logger(__name__)
@@ -54,6 +54,8 @@ class Past:
         self.clamp_len = config.clamp_len
         # what the model returns, and where keys and values are kept, if anywhere
         self.cache = self.key_value_store = new_cache
+        if new_cache is not None and not torch.compiler.is_compiling():
+            self.key_value_store = RollingWindows(new_cache)
         self.mask = self._real_tokens(attention_mask, 0)
 
     def _real_tokens(self, attention_mask: torch.Tensor | None, past_length: int) -> torch.Tensor | None:
@@ -289,9 +291,7 @@ class LibraryPast(Past):
     ):
         super().__init__(config, inputs_embeds, None, new_cache=cache)
         self._check()
-        if not torch.compiler.is_compiling():
-            make_rolling(cache)
-        elif all(map(can_compile, cache.layers)):
+        if torch.compiler.is_compiling() and all(map(can_compile, cache.layers)):
             self.key_value_store = CompiledWindows(cache)
         self.past_length = cache.get_seq_length()
         self._check_rule()
@@ -370,8 +370,6 @@ def _cache_of_a_segment(config: TransfoXLConfig, length: int) -> DynamicCache:
         raise ValueError(
             f"`cache` must be given to export a call of {length} positions that returns one, but is None: {TWO_RULES}."
         )
-    if not torch.compiler.is_compiling():
-        make_rolling(cache)
     cache.segment_length = length  # type: ignore[attr-defined]
     return cache
 

@@ -150,6 +150,21 @@ class RelativeKeys:
         smaller (`RelativeKeys`, *optional*): Table of no more rows of either sort, whose rows are taken over.
     """
 
+    # An exporter turns the attributes in `__dict__` of all that it finds on a cache into inputs and outputs of the
+    # program. The table is no state: it is made anew where it is missing, so `__dict__` is there and stays empty.
+    __slots__ = (
+        "__dict__",
+        "clamp_len",
+        "distances",
+        "dtype",
+        "embeddings",
+        "keeps",
+        "num_distances",
+        "num_future",
+        "rows",
+        "smaller",
+    )
+
     def __init__(
         self,
         distances: torch.Tensor,
@@ -175,7 +190,9 @@ class RelativeKeys:
         self.rows: dict[int, torch.Tensor] = {}
 
     def fits(self, clamp_len: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the rows serve a call, as far as they reach."""
+        """Whether the rows serve a call, as far as they reach; never those of a table that an exporter emptied."""
+        if not hasattr(self, "distances"):
+            return False
         return clamp_len == self.clamp_len and self.dtype == dtype and self.distances.device == device
 
     def sinusoids(self) -> torch.Tensor:

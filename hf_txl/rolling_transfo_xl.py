@@ -7,6 +7,7 @@ than all the rest of the layer. It is apart since a segment memory and the libra
 import threading
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -93,33 +94,50 @@ def claim_rolling(
     return storage.claim(storage.views(0, stored_length)[0], length)
 
 
-class RollingWindowLayer(DynamicSlidingWindowLayer):
-    """The library's sliding layer, which appends to a rolling storage where it can."""
+# where the positions of a layer of the library lie; the layer itself stays as the library made it, so that whatever
+# reads its attributes (`torch.export`, a pickle) finds what it knows
+window_storages: "WeakKeyDictionary[DynamicSlidingWindowLayer, RollingStorage]" = WeakKeyDictionary()
 
-    def __init__(self, sliding_window: int, **kwargs: Any):
-        super().__init__(sliding_window, **kwargs)
-        self.storage: RollingStorage | None = None
+
+class RollingWindows:
+    """Appends to the library's sliding layers, in a rolling storage where it can.
+
+    Args:
+        cache (`Cache`): Layers of other kinds and offloaded ones are left to its own `update`.
+    """
+
+    def __init__(self, cache: Any):
+        self.cache = cache
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the past and the segment, `(B, H, S + Q, D)`; the newest are kept."""
+        cache = self.cache
+        # a cache without a configuration makes its layers one by one
+        layer: Any = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
         needs_gradient = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
-        claimed = None
-        # `record_past`: positions beyond the window are kept, to be taken back
-        if self.is_initialized and not (self.record_past or needs_gradient or torch.compiler.is_compiling()):
-            assert self.keys is not None and self.values is not None
-            claimed = claim_rolling((self.keys, self.values), key_states.shape[-2], self.storage)
-        if claimed is None:
-            self.storage = None
-            return super().update(key_states, value_states, *args, **kwargs)
+        if needs_gradient or cache.offloading or not rolls(layer):
+            return cache.update(key_states, value_states, layer_idx)
         new_length = key_states.shape[-2]
-        self.cumulative_length += new_length
-        self.storage, first, end = claimed
-        for slots, new in zip(self.storage.views(end - new_length, end), (key_states, value_states), strict=True):
+        claimed = claim_rolling((layer.keys, layer.values), new_length, window_storages.get(layer))
+        if claimed is None:
+            window_storages.pop(layer, None)
+            return cache.update(key_states, value_states, layer_idx)
+        layer.cumulative_length += new_length
+        storage, first, end = claimed
+        window_storages[layer] = storage
+        for slots, new in zip(storage.views(end - new_length, end), (key_states, value_states), strict=True):
             slots.copy_(new)
-        self.keys, self.values = self.storage.views(max(first, end - self.sliding_window + 1), end)
-        keys, values = self.storage.views(first, end)
+        layer.keys, layer.values = storage.views(max(first, end - layer.sliding_window + 1), end)
+        keys, values = storage.views(first, end)
         return keys, values
+
+
+def rolls(layer: Any) -> bool:
+    """Whether the positions of a layer can lie in a rolling storage: a sliding one that keeps its window only."""
+    # `record_past`: positions beyond the window are kept, to be taken back
+    return type(layer) is DynamicSlidingWindowLayer and layer.is_initialized and not layer.record_past
 
 
 def can_compile(layer: Any) -> bool:
@@ -152,11 +170,4 @@ class CompiledWindows:
         return full
 
 
-def make_rolling(cache: Any) -> None:
-    """Let an empty cache of the library use rolling layers where it would use its own sliding ones."""
-    for index, layer in enumerate(cache.layers):
-        if type(layer) is DynamicSlidingWindowLayer and not layer.is_initialized and not layer.record_past:
-            cache.layers[index] = RollingWindowLayer(layer.sliding_window)
-
-
-__all__ = ["CompiledWindows", "RollingStorage", "RollingWindowLayer", "can_compile", "claim_rolling", "make_rolling"]
+__all__ = ["CompiledWindows", "RollingStorage", "RollingWindows", "can_compile", "claim_rolling", "window_storages"]

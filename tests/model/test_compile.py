@@ -303,3 +303,45 @@ def test_a_memory_survives_being_flattened() -> None:
     assert_same_output("next segment", model(ids, cache=again), model(ids, cache=memory))
     assert pytree.tree_structure(memory) == pytree.tree_structure(again)
     assert pytree.tree_structure(memory) != pytree.tree_structure(TransfoXLMemory(model.config))
+
+
+@pytest.fixture
+def caches_as_pytrees() -> Iterator[None]:
+    """The library's own registration, taken back: other tests see caches as they are without it."""
+    exporter = pytest.importorskip("transformers.exporters.exporter_dynamo")
+    before = set(pytree.SUPPORTED_NODES)
+    exporter.register_cache_pytrees_for_model(tiny_model())
+    yield
+    for kind in set(pytree.SUPPORTED_NODES) - before:
+        pytree._deregister_pytree_node(kind)
+
+
+@pytest.mark.usefixtures("caches_as_pytrees")
+@torch.no_grad()
+def test_a_cache_of_the_library_holds_the_same_tensors_in_eager_calls_and_in_an_exported_program() -> None:
+    """R22: exporters turn every attribute of a cache into inputs and outputs; ours are no part of its state."""
+    model = tiny_model(memory_init="zeros")
+    ids = random_ids(2, 9)
+    eager = model(ids[:, :4], use_cache=True).past_key_values
+    # as many as the library's own layers have
+    plain, states = DynamicCache(config=model.config), torch.zeros(2, 3, 4, 6)
+    for layer_idx in range(model.config.n_layer):
+        plain.update(states, states, layer_idx)
+    num_leaves = len(pytree.tree_leaves(plain))
+    program = torch.export.export(model, (), {"input_ids": ids[:, :4], "use_cache": True}).module()
+    exported = program(input_ids=ids[:, :4], use_cache=True).past_key_values
+    for step in range(4, 9):
+        leaves, structure = pytree.tree_flatten(eager)
+        others, other_structure = pytree.tree_flatten(exported)
+        assert len(leaves) == len(others) == num_leaves and structure == other_structure
+        for ours, theirs in zip(leaves, others, strict=True):
+            assert_close(f"stored before token {step}", theirs, ours, EAGER)
+        # rolls in both: what came out of a program goes on in eager mode
+        outputs = [model(ids[:, step : step + 1], cache=cache) for cache in (eager, exported)]
+        assert_same_output(f"token {step}", outputs[1], outputs[0])
+    again = pytree.tree_unflatten(*pytree.tree_flatten(eager))
+    segment = random_ids(2, 3, seed=3)
+    step = torch.export.export(model, (), {"input_ids": segment, "cache": eager}).module()
+    output = step(input_ids=segment, cache=again)
+    assert_same_output("a step of a program", output, model(segment, cache=eager))
+    assert len(pytree.tree_leaves(output.past_key_values)) == num_leaves

@@ -173,6 +173,24 @@ def test_sizes_can_be_rounded_up(arguments: dict[str, int], size: int) -> None:
     assert_sizes_agree(model, size)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"new_num_tokens": 99, "pad_to_multiple_of": 1.3}, "pad_to_multiple_of"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of"),
+        ({"pad_to_multiple_of": -8}, "pad_to_multiple_of"),
+        ({"new_num_tokens": 99.5}, "new_num_tokens"),
+        ({"new_num_tokens": "99", "pad_to_multiple_of": 8}, "new_num_tokens"),
+    ],
+)
+def test_a_size_that_is_no_whole_number_is_refused_by_its_name(arguments: dict[str, Any], name: str) -> None:
+    """R22"""
+    model = make()
+    with pytest.raises(ValueError, match=f"`{name}` must be .*but is '?{arguments[name]}"):
+        model.resize_token_embeddings(**arguments)
+    assert_sizes_agree(model, 99)
+
+
 @pytest.mark.parametrize("size", [80, 79, 10, 1, 0, -3])
 @every_class
 def test_a_size_that_would_empty_a_bucket_is_refused(model_class: Any, size: int) -> None:

@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
-from hf_txl import TransfoXLConfig, TransfoXLForCausalLM
+from hf_txl import (
+    TransfoXLConfig,
+    TransfoXLForCausalLM,
+    TransfoXLForSequenceClassification,
+    TransfoXLMemory,
+    TransfoXLModel,
+)
 from tests.helpers import FIXTURES, assert_close
 from tests.model.tiny_models import T0
 from tests.t0 import make_config
@@ -142,6 +149,78 @@ def test_window_for_the_caches_of_the_library(fields: dict[str, Any], window: in
     config = make_config(**fields)
     assert config.sliding_window == window
     assert config.layer_types == ["sliding_attention"] * 3
+
+
+@pytest.mark.parametrize(("same_length", "window"), [(False, 31), (True, 30)])
+def test_a_window_is_obeyed_or_refused_by_name(same_length: bool, window: int, tmp_path: Path) -> None:
+    """R22: the window follows from `mem_len`; saying it again is fine, saying another one is no silent mistake."""
+    fields = {"mem_len": 30, "same_length": same_length}
+    assert make_config(**fields, sliding_window=window).sliding_window == window
+    with pytest.raises(
+        ValueError, match=rf"`sliding_window` must be {window}, which follows from `mem_len=30` .* is 4"
+    ):
+        make_config(**fields, sliding_window=4)
+    config = make_config(**fields)
+    config.save_pretrained(tmp_path)
+    for loaded in (
+        AutoConfig.from_pretrained(tmp_path, sliding_window=4),
+        TransfoXLConfig.from_dict(config.to_dict()),
+    ):
+        loaded.sliding_window = 4
+        assert (loaded.sliding_window, loaded.mem_len) == (4, 4 - int(not same_length))
+        assert "sliding_window" not in loaded.to_dict() and "layer_types" not in loaded.to_dict()
+    assert AutoConfig.from_pretrained(tmp_path, sliding_window=4).sliding_window == 4
+    with pytest.raises(ValueError, match=r"`sliding_window` must be \d+, which follows from `mem_len=9`"):
+        AutoConfig.from_pretrained(tmp_path, sliding_window=4, mem_len=9)
+    for wrong in (-1, 2.5, None, True):
+        with pytest.raises(ValueError, match=f"`sliding_window` must be an int of at least ., but is {wrong}"):
+            config.sliding_window = wrong  # type: ignore[assignment]
+    assert config.mem_len == 30
+
+
+def test_layer_types_are_obeyed_or_refused_by_name(tmp_path: Path) -> None:
+    """R22"""
+    windows = ["sliding_attention"] * 3
+    config = make_config(layer_types=windows)
+    config.layer_types = tuple(windows)  # type: ignore[assignment]
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path, layer_types=windows).layer_types == windows
+    for wrong in (windows[:2], ["full_attention"] * 3):
+        for call in (
+            lambda wrong=wrong: make_config(layer_types=wrong),
+            lambda wrong=wrong: setattr(config, "layer_types", wrong),
+            lambda wrong=wrong: AutoConfig.from_pretrained(tmp_path, layer_types=wrong),
+        ):
+            with pytest.raises(ValueError, match=r"`layer_types` must be \['sliding_attention'"):
+                call()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("vocab_size", 10),
+        ("cutoffs", [50, 20]),
+        ("cutoffs", None),
+        ("d_head", None),
+        ("n_head", 0),
+        ("mem_len", -3),
+        ("div_val", 99),
+        ("attention_kind", "rotary"),
+        ("memory_init", "ones"),
+        ("dropout", 1.5),
+        ("init_std", -0.1),
+        ("d_model", 33),
+    ],
+)
+def test_an_impossible_value_set_later_is_refused_where_a_model_or_memory_is_made(name: str, value: Any) -> None:
+    """R22: each field can be set on its own, so a combination is checked when it is used."""
+    config = make_config(vocab_size=99, cutoffs=[20, 50], div_val=2)
+    setattr(config, name, value)
+    # the message on `cutoffs` names the vocabulary that they do not fit in
+    word = {"vocab_size": "cutoffs", "div_val": "d_embed"}.get(name, name)
+    for make in (TransfoXLModel, TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLMemory):
+        with pytest.raises(ValueError, match=f"^`{word}` must .*"):
+            make(config)
 
 
 # --- refused combinations

@@ -1,6 +1,7 @@
 """Storage with room behind what is stored: appended to in place, but never at the cost of another holder."""
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_txl import TransfoXLConfig
-from hf_txl.rolling_transfo_xl import RollingStorage, RollingWindowLayer, claim_rolling, make_rolling
+from hf_txl.rolling_transfo_xl import RollingStorage, RollingWindows, claim_rolling, window_storages
 
 # B batch   H heads   S stored positions   D head size
 B, H, D = 2, 3, 4
@@ -109,39 +110,54 @@ def window_cache(window: int) -> DynamicCache:
 
 
 @pytest.mark.parametrize("lengths", [[7, *[1] * 50], [1] * 60, [3, 30, 1, 1, 2, 1, 9, 1, 1]])
-def test_the_rolling_layer_equals_the_one_of_the_library(lengths: list[int]) -> None:
+def test_rolling_windows_equal_the_layer_of_the_library_and_leave_its_attributes_alone(lengths: list[int]) -> None:
     caches = [window_cache(12), window_cache(12)]
-    make_rolling(caches[1])
-    assert type(caches[0].layers[0]) is DynamicSlidingWindowLayer
-    assert type(caches[1].layers[0]) is RollingWindowLayer
+    updates = [caches[0].update, RollingWindows(caches[1]).update]
     for step, length in enumerate(lengths):
         new = positions(length, seed=step), positions(length, seed=-step)
-        expected, actual = (cache.update(*new, 0) for cache in caches)
+        expected, actual = (update(*new, 0) for update in updates)
         for ours, theirs in zip(actual, expected, strict=True):
             assert torch.equal(ours, theirs)
+        theirs, ours = (vars(cache.layers[0]) for cache in caches)
+        assert type(caches[1].layers[0]) is DynamicSlidingWindowLayer and ours.keys() == theirs.keys()
         for name in ("keys", "values", "cumulative_length"):
-            ours, theirs = (getattr(cache.layers[0], name) for cache in caches[::-1])
-            assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs)), name
+            assert torch.equal(torch.as_tensor(ours[name]), torch.as_tensor(theirs[name])), name
         if step == 6:
             for cache in caches:
                 cache.reorder_cache(torch.tensor([1, 0]))
+    assert caches[1].layers[0] in window_storages
 
 
-def test_what_is_filled_or_remembers_more_than_the_window_keeps_the_layers_of_the_library() -> None:
-    filled, recording = window_cache(12), window_cache(12)
-    filled.update(positions(3), positions(3), 0)
-    recording.layers[0].activate_past_recording()
-    for cache in (filled, recording):
-        make_rolling(cache)
-        assert type(cache.layers[0]) is DynamicSlidingWindowLayer
+def test_a_layer_that_keeps_more_than_its_window_is_left_to_the_library() -> None:
+    caches = [window_cache(4), window_cache(4)]
+    updates = [caches[0].update, RollingWindows(caches[1]).update]
+    for cache in caches:
+        cache.layers[0].activate_past_recording()
+    for step in range(7):
+        for update in updates:
+            update(positions(1, seed=step), positions(1, seed=-step), 0)
+    assert caches[1].layers[0] not in window_storages
+    for cache in caches:
+        cache.layers[0].crop(-3)
+    assert torch.equal(caches[1].layers[0].keys, caches[0].layers[0].keys)
+    assert torch.equal(caches[1].layers[0].values, caches[0].layers[0].values)
+
+
+def test_a_storage_goes_with_its_layer() -> None:
+    cache = window_cache(12)
+    windows = RollingWindows(cache)
+    for step in range(3):
+        windows.update(positions(1, seed=step), positions(1, seed=step), 0)
+    layer = weakref.ref(cache.layers[0])
+    del cache, windows
+    assert layer() is None
 
 
 def test_keys_that_need_a_gradient_keep_it() -> None:
-    cache = window_cache(12)
-    make_rolling(cache)
+    windows = RollingWindows(window_cache(12))
     new: list[Any] = [positions(1, seed=step).requires_grad_() for step in range(3)]
     for state in new:
-        keys, _ = cache.update(state, state, 0)
+        keys, _ = windows.update(state, state, 0)
     keys.sum().backward()
     assert all(torch.equal(state.grad, torch.ones_like(state)) for state in new)
 
