@@ -15,13 +15,14 @@ ARGS ?=
 PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 4
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-isa check style style-report build clean
+.PHONY: help venv demo test test-slow test-isa conformance check style style-report build clean
 
 help:
 	@echo 'make demo       train, evaluate and sample a small model on the text in this repository (minutes)'
 	@echo 'make test       the tests that need no network and are not marked slow'
 	@echo 'make test-slow  the tests marked slow'
 	@echo 'make test-isa   the tests of numbers as on processors with fewer instructions (minutes)'
+	@echo 'make conformance  the tests of the installed transformers on our classes; writes docs/conformance.md'
 	@echo 'make check      ruff, formatting, mypy'
 	@echo 'make style      let ruff repair and format'
 	@echo 'make style-report  measures of classes, functions, prose and imports, with what breaks them'
@@ -67,6 +68,11 @@ test-isa: $(READY)
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(PYTEST_ISA)
 	$(PYTEST_ISA) -p tests.rounding
 
+# TRANSFORMERS_SOURCE=FOLDER names a checkout of the release's tag, for the tests that its distribution lacks
+conformance: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,conformance]'
+	$(BIN)/python tests/conformance/run.py $(ARGS)
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -84,5 +90,5 @@ build: $(READY)
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* build dist *.egg-info .conformance .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
