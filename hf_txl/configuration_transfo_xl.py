@@ -363,6 +363,7 @@ class TransfoXLConfig(PreTrainedConfig):
 
     @layer_types.setter
     def layer_types(self, kinds: list[str]) -> None:
+        """Accepts what the property returns and refuses the rest."""
         if list(kinds) != self.layer_types:
             raise ValueError(
                 f"`layer_types` must be {self.layer_types} (`n_layer` sliding windows), but is {kinds!r}."

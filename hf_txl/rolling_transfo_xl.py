@@ -118,12 +118,12 @@ class RollingWindows:
         layer: Any = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
         needs_gradient = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
         if needs_gradient or cache.offloading or not rolls(layer):
-            return cache.update(key_states, value_states, layer_idx)
+            return self._update_unrolled(key_states, value_states, layer_idx)
         new_length = key_states.shape[-2]
         claimed = claim_rolling((layer.keys, layer.values), new_length, window_storages.get(layer))
         if claimed is None:
             window_storages.pop(layer, None)
-            return cache.update(key_states, value_states, layer_idx)
+            return self._update_unrolled(key_states, value_states, layer_idx)
         layer.cumulative_length += new_length
         storage, first, end = claimed
         window_storages[layer] = storage
@@ -131,6 +131,12 @@ class RollingWindows:
             slots.copy_(new)
         layer.keys, layer.values = storage.views(max(first, end - layer.sliding_window + 1), end)
         keys, values = storage.views(first, end)
+        return keys, values
+
+    def _update_unrolled(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.cache.update(key_states, value_states, layer_idx)
         return keys, values
 
 
