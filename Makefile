@@ -12,14 +12,17 @@ PYTHON ?= $(shell for candidate in python3.11 python3 python3.12 python3.13; do 
 
 # arguments handed on: make demo ARGS="--help", make test ARGS="-k memory"
 ARGS ?=
-PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 4
+# tests of one group share what one of them made, so one process runs them
+PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadgroup
+DEFAULT := not slow and not full and not network
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-isa conformance check style style-report build clean
+.PHONY: help venv demo test test-full test-all test-slow test-isa conformance check style style-report build clean
 
 help:
 	@echo 'make demo       train, evaluate and sample a small model on the text in this repository (minutes)'
-	@echo 'make test       the tests that need no network and are not marked slow'
+	@echo 'make test       the default tests (minutes): of every kind some, without a network'
+	@echo 'make test-all   those and the full set; make test-full  the full set alone'
 	@echo 'make test-slow  the tests marked slow'
 	@echo 'make test-isa   the tests of numbers as on processors with fewer instructions (minutes)'
 	@echo 'make conformance  the tests of the installed transformers on our classes; writes docs/conformance.md'
@@ -46,9 +49,16 @@ demo: $(READY)
 	$(BIN)/hf-txl demo $(ARGS)
 
 # one thread per test process: the processes share the cores
-test test-slow test-isa: export OMP_NUM_THREADS ?= 1
+test test-full test-all test-slow test-isa: export OMP_NUM_THREADS ?= 1
 
 test: $(READY)
+	$(PYTEST) -m '$(DEFAULT)' $(ARGS)
+
+# what `make test` leaves out and is not slow
+test-full: $(READY)
+	$(PYTEST) -m 'full and not slow and not network' $(ARGS)
+
+test-all: $(READY)
 	$(PYTEST) -m 'not slow and not network' $(ARGS)
 
 test-slow: $(READY)
@@ -59,7 +69,7 @@ ISA_TESTS := $(addprefix tests/model/test_,against_the_slow_model.py backends.py
 	memory.py padding.py precision.py sharing.py training.py) \
 	$(addprefix tests/unit/test_,adaptive.py attention.py cache.py half_loss.py recompute.py scoring.py) \
 	tests/parity tests/property tests/training/test_trainer.py
-PYTEST_ISA = $(PYTEST) -m 'not slow and not network' -k 'not compile' $(ISA_TESTS) $(ARGS)
+PYTEST_ISA = $(PYTEST) -m '$(DEFAULT)' -k 'not compile' $(ISA_TESTS) $(ARGS)
 
 # AVX2 without AVX-512 and bfloat16; SSE alone; and products that round otherwise for every shape. The first lines of
 # each run name the kernels.

@@ -35,7 +35,8 @@ from tqdm.auto import tqdm
 
 from hf_txl import TransfoXLConfig
 from hf_txl.attention_transfo_xl import ATTENTION_CLASSES, TransfoXLAttention, causal_bias
-from hf_txl.positions_transfo_xl import AttentionLayout, RelativeKeys, sinusoid_embeddings
+from hf_txl.layout_transfo_xl import AttentionLayout
+from hf_txl.positions_transfo_xl import PositionTable, sinusoid_embeddings
 
 # Q queries (the segment)   K keys (memory and segment)   H heads   D head size
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
@@ -53,17 +54,17 @@ NAIVE = "naive pairs"
 class PairAttention(TransfoXLAttention):
     """Transformer-XL's attention the naive way: the key of a distance is projected again for each pair that has it."""
 
-    def project_pairs(self, layout: AttentionLayout, relative_keys: RelativeKeys) -> torch.Tensor:
+    def project_pairs(self, layout: AttentionLayout, table: PositionTable) -> torch.Tensor:
         """R_{i-j} W_{k,R} for every query and key, `(Q, K, H, D)`."""
         first_column = torch.arange(layout.query_length - 1, -1, -1)
         columns = first_column[:, None] + torch.arange(layout.key_length)[None, :]
         # (Q, K, d_model) -> (Q, K, H, D)
-        return self.r_net(relative_keys.sinusoids()[columns]).unflatten(-1, (self.num_heads, self.head_size))
+        return self.r_net(table.sinusoids()[columns]).unflatten(-1, (self.num_heads, self.head_size))
 
     def position_bias(
-        self, query: torch.Tensor, layout: AttentionLayout, relative_keys: RelativeKeys, bias: torch.Tensor | None
+        self, query: torch.Tensor, layout: AttentionLayout, table: PositionTable, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        keys = self.project_pairs(layout, relative_keys)
+        keys = self.project_pairs(layout, table)
         scores = torch.einsum("bhqd,qkhd->bhqk", self.position_query(query, bias) * self.scaling, keys)
         return scores + causal_bias(layout, query)
 
@@ -97,7 +98,7 @@ class Case:
         self.layout = AttentionLayout(query_length=length, key_length=2 * length)
         distances = torch.arange(2 * length - 1, -length - 1, -1).clamp(min=0)
         embeddings = sinusoid_embeddings(distances, D_MODEL) if self.layer.uses_sinusoids else None
-        self.table = RelativeKeys(distances, length, -1, torch.float32, embeddings, keeps=False)
+        self.table = PositionTable(distances, length, -1, torch.float32, embeddings, keeps=False)
         self.segment = torch.randn(1, length, D_MODEL, requires_grad=True)
         self.memory = torch.randn(1, length, D_MODEL)
         self.output_gradient = torch.randn(1, length, D_MODEL)

@@ -34,8 +34,10 @@ from harness import Contestant, measure, write_results
 from tqdm.auto import tqdm
 
 from hf_txl import TransfoXLConfig
+from hf_txl.attention_execution_transfo_xl import AttentionInputs, attend
 from hf_txl.attention_transfo_xl import TransfoXLAttention
-from hf_txl.positions_transfo_xl import AttentionLayout, RelativeKeys, sinusoid_embeddings
+from hf_txl.layout_transfo_xl import AttentionLayout
+from hf_txl.positions_transfo_xl import PositionTable, sinusoid_embeddings
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "docs" / "results"
@@ -194,18 +196,18 @@ def measure_attention(device: str, rounds: int) -> list[dict[str, Any]]:
         layout = AttentionLayout(query_length, key_length)
         distances = torch.arange(key_length - 1, -query_length - 1, -1, device=device).clamp(min=0)
         sinusoids = sinusoid_embeddings(distances, config.d_model)
-        table = RelativeKeys(distances, query_length, -1, torch.float32, sinusoids, keeps=True)
+        table = PositionTable(distances, query_length, -1, torch.float32, sinusoids, keeps=True)
         query = torch.randn(batch_size, num_heads, query_length, head_size, device=device)
         key, value = torch.randn(2, batch_size, num_heads, key_length, head_size, device=device)
         mask = torch.arange(key_length) <= torch.arange(query_length)[:, None] + memory_length
         mask = mask[None, None].to(device)
         calls = 20 if query_length == 1 else 1
 
-        def ours(
-            layer: Any = layer, states: Any = (query, key, value, layout, table, None), calls: int = calls
-        ) -> None:
+        inputs = AttentionInputs(layer, query, key, value, layout, table, implementation="sdpa")
+
+        def ours(inputs: AttentionInputs = inputs, calls: int = calls) -> None:
             for _ in range(calls):
-                layer.attend(*states)
+                attend(inputs)
             if device == "cuda":
                 torch.cuda.synchronize()
 
@@ -246,9 +248,9 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"float32, random weights, {report['settings']['threads']} thread(s) of {machine['processor']} with "
-            f"{machine['cores']} cores, load average {load['start'][0]:.1f} to {load['end'][0]:.1f}; torch "
-            f"{versions['torch']}, transformers {versions['transformers']}; legacy: transformers 4.57.6; "
-            f"{report['date']}.",
+            f"{machine['cores']} cores,",
+            f"load average {load['start'][0]:.1f} to {load['end'][0]:.1f}; torch {versions['torch']}, transformers "
+            f"{versions['transformers']}; legacy: transformers 4.57.6; {report['date']}.",
             "",
             *lines,
             "",

@@ -117,8 +117,9 @@ def table(results: dict[str, Any]) -> str:
     machine = results["machine"]
     lines = [
         f"Random weights, {machine['threads']} threads of {machine['processor']}, load average "
-        f"{results['load'][0]:.1f} to {results['load'][1]:.1f}; torch {results['versions']['torch']}, transformers "
-        f"{results['versions']['transformers']}; legacy: transformers 4.57.6; {results['date']}.",
+        f"{results['load'][0]:.1f} to {results['load'][1]:.1f};",
+        f"torch {results['versions']['torch']}, transformers {results['versions']['transformers']}; legacy: "
+        f"transformers 4.57.6; {results['date']}.",
         "",
         "wt103-base, L = M = 150, batch 4:",
         "",
@@ -131,8 +132,8 @@ def table(results: dict[str, Any]) -> str:
         lines.append(f"| {way} | {values['tokens_per_second']:.0f} | {cells[0]} | {cells[1]} |")
     lines += [
         "",
-        f"Memory above weights and gradients: a step of enwik8-base, L = M = 512, batch 4; the loss of {LOSS_TOKENS} "
-        "tokens over 267,735 words.",
+        "Memory above weights and gradients: a training step of enwik8-base, L = M = 512, batch 4;",
+        f"the loss of {LOSS_TOKENS} tokens over 267,735 words.",
         "",
         "| | step, MiB | times legacy | loss, MiB | times legacy |",
         "|---|---|---|---|---|",

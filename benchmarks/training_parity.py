@@ -113,9 +113,10 @@ def main() -> None:
     from transformers import AutoTokenizer, set_seed
 
     from hf_txl import TransfoXLConfig, TransfoXLForCausalLM
-    from hf_txl.corpus import as_tokens, tokenize_corpus
+    from hf_txl.corpus import tokenize_corpus
     from hf_txl.data import TokenStreams
     from hf_txl.scoring import evaluate_stream
+    from hf_txl.token_ids import as_tokens
 
     run, training, ours = read_run(options.run)
     batch_size, length = training["per_device_train_batch_size"], training["segment_length"]

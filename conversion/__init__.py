@@ -1,1 +1,1 @@
-"""Reads every published Transformer-XL checkpoint and vocabulary, and writes folders that transformers loads."""
+"""Converters: every published Transformer-XL checkpoint and vocabulary into folders that transformers loads."""

@@ -8,14 +8,14 @@ from string import Template
 
 
 def sha256(file: Path) -> str:
-    """The hash of a file, in hexadecimal digits."""
+    """The SHA-256 hash of a file, in hexadecimal digits."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 @dataclass
 class Card:
-    """What the card of a converted model states; every field is a blank of the template."""
+    """Contents of the card of a converted model; every field fills a placeholder of the template."""
 
     name: str
     found: str

@@ -1,6 +1,6 @@
-"""Finds out what a source is and opens it: one `Checkpoint` whatever the format.
+"""Detects the format of a source and opens it: one `Checkpoint` for all formats.
 
-Nothing of a source is executed; see `read_pytorch.py`. Nothing is downloaded unless the source is a Hub id.
+Nothing in a source is executed; see `read_pytorch.py`. Nothing is downloaded unless the source is a Hub id.
 """
 
 import ast
@@ -24,7 +24,7 @@ from .state_dict import Shapes
 from .text_files import read_json_object
 from .vocabulary import file_in, is_vocabulary, is_word_list
 
-# what the codes call their files; a TensorFlow bundle is known by its .index
+# file names that the codes use; a TensorFlow bundle is recognised by its .index
 WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -34,43 +34,43 @@ WEIGHT_FILES = (
     "checkpoint_best.pt",
     "checkpoint_last.pt",
 )
-# those of them that only transformers writes
+# those that only transformers writes
 TRANSFORMERS_FILES = WEIGHT_FILES[:4]
-# how names begin that only one of the codes has
+# prefixes of names that identify a code
 MARKS = {"transformer.": "transformers", "crit.out_layers_biases.": "nvidia"}
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class VocabularyError(ValueError):
-    """A source is a vocabulary, where a model is needed."""
+    """The source is a vocabulary, but a model is needed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(
-            f"{path} must hold a model, a state dict or a checkpoint of NVIDIA's code, but holds a vocabulary alone. "
-            "`convert_vocabulary` and the command `hf-txl convert` write its tokenizer if the file itself is named; "
-            "`vocabulary` (`--vocabulary`) gives it to a model."
+            f"{path} must hold a model, a state dict or a checkpoint of NVIDIA's code, but holds only a vocabulary. "
+            "Given that file, `convert_vocabulary` and `hf-txl convert` write its tokenizer; `vocabulary` "
+            "(`--vocabulary`) adds it to a model."
         )
 
 
 @dataclass
 class Checkpoint:
-    """A checkpoint as it was found."""
+    """An opened checkpoint."""
 
     format: str
     """A key of `key_rules.FORMATS`."""
     found: str
-    """What it is, in words."""
+    """Description of the source."""
     files: list[Path]
     """The files that hold its weights."""
     tensors: Mapping[str, torch.Tensor]
     shapes: Shapes
     stored: dict[str, Any] = field(default_factory=dict)
-    """Settings stored with the weights, under the names that the format gives them."""
+    """Settings stored with the weights, under the names of the format."""
     stored_in: str = "the checkpoint"
     vocabulary: Any = None
-    """Where a vocabulary is: a path, an object of the file, or nothing."""
+    """The vocabulary: a path, an object of the file, or None."""
     name: str = ""
-    """How its source is called elsewhere: the name of a file or folder, or a Hub id."""
+    """Name of the source independent of this machine: of a file or folder, or a Hub id."""
 
 
 def open_checkpoint(source: str | Path, format: str | None = None) -> Checkpoint:
@@ -79,11 +79,11 @@ def open_checkpoint(source: str | Path, format: str | None = None) -> Checkpoint
     Args:
         source (`str` or `Path`):
             A file, a TensorFlow prefix, a folder as the training script left it, or a Hub id.
-        format (`str`, *optional*): A key of `key_rules.FORMATS`; found out if not given.
+        format (`str`, *optional*): A key of `key_rules.FORMATS`; detected if not given.
 
     Raises:
         FileNotFoundError: if there is nothing at `source`.
-        VocabularyError: if it is a vocabulary alone.
+        VocabularyError: if it is a vocabulary without a model.
         ValueError: if it is not a checkpoint of a known format, or not of the given one.
     """
     if format is not None and format not in FORMATS:
@@ -93,7 +93,7 @@ def open_checkpoint(source: str | Path, format: str | None = None) -> Checkpoint
         raise VocabularyError(path)
     if path.is_dir():
         path = _checkpoint_in(path)
-    # a bundle of one file, as TensorFlow wrote before 0.12, is known by `format` only
+    # a single-file checkpoint, as TensorFlow wrote before 0.12, is recognised by `format` only
     if format == "tensorflow" or _is_tensorflow(path):
         checkpoint = _open_tensorflow(find_prefix(path))
     else:
@@ -107,24 +107,24 @@ def open_checkpoint(source: str | Path, format: str | None = None) -> Checkpoint
 
 
 def _local(source: str | Path) -> tuple[Path, str]:
-    """Where a source is on this machine, and what it is called on any."""
+    """Local path of a source, and its name independent of this machine."""
     path = Path(source).expanduser()
     if path.exists() or index_of(path).is_file():
         return path, path.resolve().name
-    # in a folder that is here, a name is misspelt
+    # if the folder exists, the name is misspelt
     if not HUB_ID.fullmatch(str(source)) or path.parent.is_dir():
         raise FileNotFoundError(f"`source` must be a file, a folder or a Hub id, but {source} does not exist.")
     try:
         return Path(snapshot_download(str(source))), str(source)
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise FileNotFoundError(
-            f"`source` must be a file, a folder or a Hub id, but {source} does not exist here and the Hub did not "
-            f"give it: {error}"
+            f"`source` must be a file, a folder or a Hub id, but {source} is not a local path and could not be "
+            f"downloaded from the Hub: {error}"
         ) from error
 
 
 def _checkpoint_in(folder: Path) -> Path:
-    """The one checkpoint in a folder; the folder itself stands for TensorFlow bundles, maybe several."""
+    """The only checkpoint in a folder; the folder itself for one or more TensorFlow bundles."""
     found = [folder / name for name in WEIGHT_FILES if (folder / name).is_file()]
     # transformers writes both of its formats side by side, NVIDIA's code the best and the last state
     for preferred, other in (("model.safetensors", "pytorch_model.bin"), ("checkpoint_best.pt", "checkpoint_last.pt")):
@@ -146,7 +146,7 @@ def _checkpoint_in(folder: Path) -> Path:
 
 
 def _is_tensorflow(path: Path) -> bool:
-    """Whether a path is a file of a bundle, or what the names of its files begin with, or a folder of bundles."""
+    """Whether a path is a file of a bundle, the prefix of one, or a folder of bundles."""
     return path.is_dir() or path.suffix in (".index", ".meta") or index_of(path).is_file() or ".data-" in path.name
 
 
@@ -170,10 +170,10 @@ def _open_tensorflow(prefix: Path) -> Checkpoint:
 
 
 def _open_pytorch(path: Path, format: str | None) -> Checkpoint:
-    """A file, or a model in shards, of one of the PyTorch codes; what is in it decides which, or `format`."""
+    """A file, or a sharded model, of one of the PyTorch codes, identified by its contents or by `format`."""
     files, content = _read(path)
     if isinstance(content, dict):
-        # frequent wrappers around a state dict
+        # common wrappers around a state dict
         for name in ("state_dict", "model_state_dict", "model"):
             if name in content and (_is_state_dict(content[name]) or isinstance(content[name], StoredObject)):
                 content = content[name]
@@ -201,7 +201,7 @@ def _open_pytorch(path: Path, format: str | None) -> Checkpoint:
 
 
 def _read(path: Path) -> tuple[list[Path], Any]:
-    """The files of a checkpoint, more than one if `path` is an index of shards, and what they hold."""
+    """The files of a checkpoint, several if `path` is the index of a sharded one, and their contents."""
     if path.name.endswith(".index.json"):
         weight_map = read_json_object(path).get("weight_map")
         names = list(weight_map.values()) if isinstance(weight_map, dict) else []
@@ -224,7 +224,7 @@ def _read_file(file: Path) -> Any:
     if file.suffix != ".safetensors":
         return read_file(file)
     try:
-        # memory-mapped, like everything else here
+        # memory-mapped, as all other formats
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
@@ -234,7 +234,7 @@ def _read_file(file: Path) -> Any:
 
 
 def _unwrapped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without the `module.` of DataParallel, of FP16_Module and of the one in the other."""
+    """Without the prefixes `module.` of DataParallel and FP16_Module, which may be nested."""
     while tensors and all(name.startswith("module.") for name in tensors):
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
     return tensors
@@ -244,7 +244,7 @@ def _format_of(tensors: Mapping[str, torch.Tensor], path: Path) -> str:
     for beginning, code in MARKS.items():
         if any(name.startswith(beginning) for name in tensors):
             return code
-    # a model without a head has the names of the original
+    # the names of a model without a head do not tell it from the original code's
     settings = path.parent / "config.json"
     if settings.is_file() and (
         path.name in TRANSFORMERS_FILES or read_json_object(settings).get("model_type") == TransfoXLConfig.model_type
@@ -283,16 +283,16 @@ def _nvidia(path: Path, content: dict[str, Any]) -> Checkpoint:
         [path],
         tensors,
         _shapes(tensors),
-        # the constructor's arguments win: only they have the lists
+        # the constructor's arguments take precedence: only they have the lists
         {**stored, **content["model_config"]},
         vocabulary=content.get("vocab"),
     )
 
 
 def _module(path: Path, module: StoredObject) -> Checkpoint:
-    """A pickled model: constructor arguments are attributes of it or of its parts."""
+    """A pickled model; its constructor arguments are attributes of the module or its sub-modules."""
     tensors = _unwrapped(module_tensors(module))
-    # DataParallel and its kin
+    # DataParallel and similar wrappers
     while isinstance(inner := module.state["_modules"].get("module"), StoredObject):
         module = inner
     if not module.class_path.endswith("MemTransformerLM"):
@@ -334,7 +334,7 @@ def _constructor_arguments(module: StoredObject) -> dict[str, Any]:
         if key in values:
             stored[name] = values[key]
     if isinstance(cutoffs := embedding.get("cutoffs"), list | tuple):
-        # the vocabulary size ends them
+        # the last one is the vocabulary size
         stored["cutoffs"] = list(cutoffs)[:-1]
     return stored
 
@@ -343,7 +343,7 @@ def _constructor_arguments(module: StoredObject) -> dict[str, Any]:
 
 
 def _arguments_in(log: Path) -> dict[str, Any]:
-    """The arguments that `train.py` writes at the top of its log, a line `    - name : value` each."""
+    """The arguments that `train.py` writes at the top of its log, one line `    - name : value` each."""
     arguments: dict[str, Any] = {}
     with log.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -351,7 +351,7 @@ def _arguments_in(log: Path) -> dict[str, Any]:
                 try:
                     arguments[match[1]] = ast.literal_eval(match[2])
                 except (ValueError, SyntaxError):
-                    # text is written without quotes
+                    # strings are written without quotes
                     arguments[match[1]] = match[2]
             elif arguments:
                 break
@@ -359,7 +359,7 @@ def _arguments_in(log: Path) -> dict[str, Any]:
 
 
 def vocabulary_in(folder: Path) -> Path | None:
-    """A vocabulary file in a folder, a tokenizer that needs no conversion before any other."""
+    """A vocabulary file in a folder; a `tokenizer.json`, which needs no conversion, is preferred."""
     tokenizer = folder / "tokenizer.json"
     return tokenizer if tokenizer.is_file() else file_in(folder)
 

@@ -1,4 +1,4 @@
-"""Turns a checkpoint of any format into a folder that `AutoModelForCausalLM` and `AutoTokenizer` load."""
+"""Converts a checkpoint of any format into a folder that `AutoModelForCausalLM` and `AutoTokenizer` load."""
 
 import datetime
 import functools
@@ -26,6 +26,7 @@ from hf_txl import (
     TransfoXLPreTrainedModel,
     TransfoXLTokenizer,
 )
+from hf_txl.options import read_options
 from hf_txl.staging import check_writable, new_or_forced, written_beside
 
 from .card import Card
@@ -41,7 +42,7 @@ GENERATION_FILE = "generation_config.json"
 # files of a tokenizer that transformers 5 reads as they are
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
-# the precisions that a model can be computed in
+# supported precisions of a model
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 AUTO_CLASSES = {
@@ -53,7 +54,7 @@ AUTO_CLASSES = {
 
 @dataclass
 class Tokens:
-    """What becomes of the vocabulary: a tokenizer if there is one, what writes it into a folder, and a sentence."""
+    """The tokenizer if there is a vocabulary, a function that writes it into a folder, and a description."""
 
     tokenizer: TransfoXLTokenizer | None
     write: Callable[[Path], Any]
@@ -62,16 +63,16 @@ class Tokens:
 
 @dataclass
 class Conversion:
-    """What `convert` did.
+    """Result of [`convert`].
 
     Args:
         output (`Path`): The folder.
-        found (`str`): What the source is.
+        found (`str`): Description of the source.
         config (`TransfoXLConfig`): The model's configuration.
         origins (`dict[str, str]`): Where its fields come from.
         account (`Account`): What became of every tensor.
-        auto_class (`str`): What loads the folder.
-        tokenizer (`str`): What became of the vocabulary.
+        auto_class (`str`): Auto class that loads the folder.
+        tokenizer (`str`): Description of the tokenizer.
         checked (`dict[str, dict[str, float]]`): Largest differences, by what was compared.
     """
 
@@ -96,60 +97,88 @@ class Conversion:
         return "\n".join([*lines, f"Written to  {self.output}"])
 
     def settings(self) -> list[tuple[str, Any, str]]:
-        """Name, value and origin of every setting that came from somewhere."""
+        """Name, value and origin of every setting with a known origin."""
         return [(name, getattr(self.config, name, None), origin) for name, origin in self.origins.items()]
 
     def checks(self) -> list[str]:
-        """A line for each comparison."""
+        """One line for each comparison."""
         return [
             f"{what}: largest difference {', '.join(f'{value:.1e} ({name})' for name, value in differences.items())}"
             for what, differences in self.checked.items()
         ]
 
 
-def convert(
-    source: str | Path,
-    output: str | Path,
-    *,
-    format: str | None = None,
-    settings: Mapping[str, Any] | None = None,
-    vocabulary: str | Path | Literal[False] | None = None,
-    tokenizer_mode: str | None = None,
-    dtype: torch.dtype | None = None,
-    license: str = "other",
-    verify: bool = False,
-    recorded: str | Path | None = None,
-    allow_nonfinite: bool = False,
-    force: bool = False,
-    protected: Iterable[str | Path] = (),
-    progress: bool = True,
-) -> Conversion:
-    """Convert a checkpoint. Nothing of it is executed or changed, and `output` appears only when all is done.
+@dataclass(frozen=True)
+class ConversionOptions:
+    """Options of [`convert`].
 
     Args:
-        source (`str` or `Path`): A file, a TensorFlow prefix, a folder as the training script left it, or a Hub id.
-        output (`str` or `Path`): The folder to write.
-        format (`str`, *optional*): A key of `key_rules.FORMATS`; found out if not given.
+        format (`str`, *optional*): A key of `key_rules.FORMATS`; detected if not given.
         settings (`Mapping[str, Any]`, *optional*):
-            Fields of [`TransfoXLConfig`], or arguments of the original codes, that the source does not tell.
+            Fields of [`TransfoXLConfig`], or arguments of the original codes, that the source does not state.
         vocabulary (`str`, `Path` or `False`, *optional*):
             File of the vocabulary; by default the one inside the checkpoint or beside it. `False` for no tokenizer.
             See `read_vocabulary`.
         tokenizer_mode (`str`, *optional*):
-            How the tokenizer treats text, if not as the code of the vocabulary did. See [`TransfoXLTokenizer`].
-        dtype (`torch.dtype`, *optional*): Of the weights; by default that of the source.
-        license (`str`, defaults to `"other"`): For the card, an identifier of the Hub.
+            How the tokenizer splits text, if not as the code of the vocabulary did. See [`TransfoXLTokenizer`].
+        dtype (`torch.dtype`, *optional*): Precision of the weights; by default that of the source.
+        license (`str`, defaults to `"other"`): License on the model card, an identifier of the Hub.
         verify (`bool`, defaults to `False`):
-            Load the result and compare it with a slow float64 reading of the source's weights. Needs their size twice
-            more in memory.
+            Load the result and compare it with the slow float64 reference on the source's weights. Needs their size
+            twice more in memory.
         recorded (`str` or `Path`, *optional*):
             A safetensors file with recorded outputs to compare the result with; see `verify_recorded`.
         allow_nonfinite (`bool`, defaults to `False`):
-            Convert tensors with NaN or infinity as they are, also infinity that a narrower `dtype` makes of a large
-            number. Result and card name them.
+            Convert tensors with NaN or infinity as they are, including large numbers that become infinite in a
+            narrower `dtype`. Result and card name them.
         force (`bool`, defaults to `False`): Whether to replace an existing `output`.
         protected (`Iterable[str | Path]`): Further files that `force` must not delete with an existing `output`.
         progress (`bool`, defaults to `True`): Whether to show progress.
+    """
+
+    format: str | None = None
+    settings: Mapping[str, Any] | None = None
+    vocabulary: str | Path | Literal[False] | None = None
+    tokenizer_mode: str | None = None
+    dtype: torch.dtype | None = None
+    license: str = "other"
+    verify: bool = False
+    recorded: str | Path | None = None
+    allow_nonfinite: bool = False
+    force: bool = False
+    protected: Iterable[str | Path] = ()
+    progress: bool = True
+
+
+@dataclass
+class SourceModel:
+    """The model of a checkpoint, in memory.
+
+    Args:
+        model_class (`type`): Class of the model.
+        config (`TransfoXLConfig`): Its configuration.
+        origins (`dict[str, str]`): Where the fields of the configuration come from.
+        weights (`dict[str, torch.Tensor]`): Weights under their published names, in the precision of the source.
+        dtype (`torch.dtype`): Precision to write them in.
+        account (`Account`): What became of every tensor of the source.
+    """
+
+    model_class: type[TransfoXLPreTrainedModel]
+    config: TransfoXLConfig
+    origins: dict[str, str]
+    weights: State
+    dtype: torch.dtype
+    account: Account
+
+
+def convert(source: str | Path, output: str | Path, **options: Any) -> Conversion:
+    """Convert a checkpoint. Nothing in it is executed or changed, and `output` appears only when all is done.
+
+    Args:
+        source (`str` or `Path`): A file, a TensorFlow prefix, a folder as the training script left it, or a Hub id.
+        output (`str` or `Path`): The folder to write.
+        options: Fields of [`ConversionOptions`]: `format`, `settings`, `vocabulary`, `tokenizer_mode`, `dtype`,
+            `license`, `verify`, `recorded`, `allow_nonfinite`, `force`, `protected`, `progress`.
 
     Returns:
         [`Conversion`]
@@ -157,89 +186,99 @@ def convert(
     Raises:
         FileExistsError, PermissionError: if `output` exists without `force` or cannot be written.
         FileNotFoundError: if there is nothing at `source`.
-        VocabularyError: if the source is a vocabulary alone, of which `convert_vocabulary` makes a tokenizer.
+        VocabularyError: if the source is a vocabulary without a model; `convert_vocabulary` converts it.
         ValueError: if the source cannot be read, or does not make a model; the message names all reasons.
-        RuntimeError: if a comparison finds more than `verify.TOLERANCE`; nothing is written then.
+        RuntimeError: if a comparison exceeds `verify.TOLERANCE`; nothing is written then.
+        TypeError: if an option is unknown.
     """
+    chosen = read_options(ConversionOptions, options, "convert")
     output = Path(output).expanduser()
-    inputs = [source, vocabulary or None, recorded, *protected]
-    check = new_or_forced(force, [each for each in inputs if each is not None])
+    inputs = [source, chosen.vocabulary or None, chosen.recorded, *chosen.protected]
+    check = new_or_forced(chosen.force, [each for each in inputs if each is not None])
     check_writable(output, check)
 
-    checkpoint = open_checkpoint(source, format)
-    found = Settings(checkpoint, settings or {})
-    config = found.config
-    model_class = _model_class(checkpoint.shapes)
-    fitting = Fitting(FORMATS[checkpoint.format], config, checkpoint.shapes, wanted_shapes(model_class, config))
-    weights = fitting.read(checkpoint.tensors, allow_nonfinite)
-    source_dtype = _common_dtype(weights)
-    dtype = source_dtype if dtype is None else dtype
-    if dtype not in DTYPES:
-        raise ValueError(f"`dtype` must be one of {', '.join(map(str, DTYPES))}, but is {dtype}.")
-    too_large = _too_large(weights, dtype)
-    if too_large and not allow_nonfinite:
-        raise ValueError(
-            f"`dtype` must hold the numbers of all weights, but {dtype} ends at {torch.finfo(dtype).max:g}, and these "
-            f"would become infinite: {', '.join(f'`{name}`' for name in too_large)}. bfloat16 has float32's range."
-        )
-    if verify and (fitting.account.nonfinite or too_large):
-        raise ValueError(
-            "`verify` must be False where weights hold NaN or infinity "
-            f"({', '.join(f'`{name}`' for name in [*fitting.account.nonfinite, *too_large])}): what is computed with "
-            "them agrees with nothing."
-        )
-    fitting.account.nonfinite += [f"{name} as {dtype}" for name in too_large]
-    tokens = _tokenizer(checkpoint, config.vocab_size, vocabulary, tokenizer_mode)
-    generation = _generation(checkpoint, config) if model_class is TransfoXLForCausalLM else None
-    _set_end_token(config, found.origins, tokens, generation)
-    auto_class, pipeline_tag = AUTO_CLASSES[model_class]
+    checkpoint = open_checkpoint(source, chosen.format)
+    model = _read_model(checkpoint, chosen)
+    tokens = _tokenizer(checkpoint, model.config.vocab_size, chosen.vocabulary, chosen.tokenizer_mode)
+    generation = _generation(checkpoint, model.config) if model.model_class is TransfoXLForCausalLM else None
+    _set_end_token(model, tokens, generation)
+    auto_class, _ = AUTO_CLASSES[model.model_class]
     result = Conversion(
-        output, checkpoint.found, config, found.origins, fitting.account, auto_class, tokens.sentence, {}
+        output, checkpoint.found, model.config, model.origins, model.account, auto_class, tokens.sentence, {}
     )
-
     with written_beside(output, check) as staging:
         tokens.write(staging)
-        _write_model(staging, model_class, config, generation, weights, dtype)
-        if verify or recorded is not None:
-            rounded = {name: weight.to(dtype) for name, weight in weights.items()} if verify else None
-            result.checked = _check(staging, model_class, dtype, rounded, recorded, progress)
-        card = Card(
-            name=output.resolve().name,
-            found=checkpoint.found,
-            files=checkpoint.files,
-            command=shlex.join(
-                _command(
-                    checkpoint.name,
-                    output.resolve().name,
-                    format=format,
-                    set=settings,
-                    vocabulary=vocabulary,
-                    tokenizer_mode=tokenizer_mode,
-                    dtype=None if dtype == source_dtype else str(dtype).removeprefix("torch."),
-                    license=None if license == "other" else license,
-                    verify=verify,
-                    recorded=recorded,
-                    allow_nonfinite=allow_nonfinite,
-                )
-            ),
-            version=hf_txl.__version__,
-            date=datetime.date.today().isoformat(),
-            account=str(fitting.account),
-            parameters=sum(weight.numel() for weight in weights.values()),
-            dtype=str(dtype).removeprefix("torch."),
-            settings=result.settings(),
-            tokenizer=tokens.sentence,
-            auto_class=auto_class,
-            pipeline_tag=pipeline_tag,
-            license=license,
-            checked=result.checks(),
-        )
+        _write_model(staging, model, generation)
+        result.checked = _check(staging, model, chosen)
+        card = _card(checkpoint, model, result, chosen)
         (staging / "README.md").write_text(card.text(), encoding="utf-8")
     return result
 
 
+def _read_model(checkpoint: Checkpoint, options: ConversionOptions) -> SourceModel:
+    """Read settings and weights, and refuse numbers that the model could not hold or that could not be verified."""
+    found = Settings(checkpoint, options.settings or {})
+    model_class = _model_class(checkpoint.shapes)
+    shapes = wanted_shapes(model_class, found.config)
+    fitting = Fitting(FORMATS[checkpoint.format], found.config, checkpoint.shapes, shapes)
+    weights = fitting.read(checkpoint.tensors, options.allow_nonfinite)
+    dtype = _common_dtype(weights) if options.dtype is None else options.dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"`dtype` must be one of {', '.join(map(str, DTYPES))}, but is {dtype}.")
+    too_large = _too_large(weights, dtype)
+    if too_large and not options.allow_nonfinite:
+        raise ValueError(
+            f"`dtype` must hold the numbers of all weights, but {dtype} ends at {torch.finfo(dtype).max:g}, and these "
+            f"would become infinite: {', '.join(f'`{name}`' for name in too_large)}. bfloat16 has float32's range."
+        )
+    if options.verify and (fitting.account.nonfinite or too_large):
+        raise ValueError(
+            "`verify` must be False where weights hold NaN or infinity "
+            f"({', '.join(f'`{name}`' for name in [*fitting.account.nonfinite, *too_large])}): outputs computed from "
+            "them cannot be compared."
+        )
+    fitting.account.nonfinite += [f"{name} as {dtype}" for name in too_large]
+    return SourceModel(model_class, found.config, found.origins, weights, dtype, fitting.account)
+
+
+def _card(checkpoint: Checkpoint, model: SourceModel, result: Conversion, options: ConversionOptions) -> Card:
+    dtype = str(model.dtype).removeprefix("torch.")
+    name = result.output.resolve().name
+    command = _command(
+        checkpoint.name,
+        name,
+        format=options.format,
+        set=options.settings,
+        vocabulary=options.vocabulary,
+        tokenizer_mode=options.tokenizer_mode,
+        dtype=None if model.dtype == _common_dtype(model.weights) else dtype,
+        license=None if options.license == "other" else options.license,
+        verify=options.verify,
+        recorded=options.recorded,
+        allow_nonfinite=options.allow_nonfinite,
+    )
+    auto_class, pipeline_tag = AUTO_CLASSES[model.model_class]
+    return Card(
+        name=name,
+        found=checkpoint.found,
+        files=checkpoint.files,
+        command=shlex.join(command),
+        version=hf_txl.__version__,
+        date=datetime.date.today().isoformat(),
+        account=str(model.account),
+        parameters=sum(weight.numel() for weight in model.weights.values()),
+        dtype=dtype,
+        settings=result.settings(),
+        tokenizer=result.tokenizer,
+        auto_class=auto_class,
+        pipeline_tag=pipeline_tag,
+        license=options.license,
+        checked=result.checks(),
+    )
+
+
 def parse_settings(config: Path | None, assignments: list[str]) -> dict[str, Any]:
-    """Settings from a JSON file and from `name=value` texts, whose values are JSON or else plain text."""
+    """Settings from a JSON file and from `name=value` strings, whose values are JSON or else plain strings."""
     settings = read_json_object(config) if config is not None else {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
@@ -253,7 +292,7 @@ def parse_settings(config: Path | None, assignments: list[str]) -> dict[str, Any
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
-    """A floating-point type of torch by its name."""
+    """A floating-point dtype of torch by its name."""
     if name is None:
         return None
     names = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
@@ -263,7 +302,7 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
 
 
 def _command(source: str, output: str, **options: Any) -> list[str]:
-    """The command that converts the same again; files by their names, since folders differ from place to place."""
+    """The command that repeats the conversion, with file names instead of paths, which depend on the machine."""
     command = ["hf-txl", "convert", source, output]
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
@@ -300,19 +339,19 @@ def _common_dtype(weights: State) -> torch.dtype:
     dtypes = {weight.dtype for weight in weights.values()}
     if not all(dtype.is_floating_point for dtype in dtypes):
         raise ValueError(f"All weights must be floating-point numbers, but are {sorted(map(str, dtypes))}.")
-    # of a mixture, one that holds the numbers of all
+    # a common type that holds the numbers of all
     return functools.reduce(torch.promote_types, dtypes)
 
 
 def _too_large(weights: State, dtype: torch.dtype) -> list[str]:
-    """The weights that are finite and would not be in another precision."""
+    """Names of the weights that are finite but would not be in another precision."""
     largest = torch.finfo(dtype).max
     wider = [name for name, weight in weights.items() if torch.finfo(weight.dtype).max > largest]
     return [name for name in wider if is_finite(weights[name]) and not is_finite(weights[name].to(dtype))]
 
 
 def _generation(checkpoint: Checkpoint, config: TransfoXLConfig) -> GenerationConfig:
-    """How to generate with the model: as the source says, if it says anything."""
+    """The generation configuration of the source, or that of the model's configuration."""
     file = checkpoint.files[0].parent / GENERATION_FILE
     if checkpoint.format != "transformers" or not file.is_file():
         return GenerationConfig.from_model_config(config)
@@ -320,14 +359,13 @@ def _generation(checkpoint: Checkpoint, config: TransfoXLConfig) -> GenerationCo
         generation = GenerationConfig.from_dict(read_json_object(file))
         generation.validate()
     except (TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{file} must be a configuration of generation, but is not: {error}") from error
+        raise ValueError(f"{file} must be a generation configuration, but is not: {error}") from error
     return generation
 
 
-def _set_end_token(
-    config: TransfoXLConfig, origins: dict[str, str], tokens: Tokens, generation: GenerationConfig | None
-) -> None:
-    """One end token in both configurations: the caller's, the tokenizer's, or what the source says in either file."""
+def _set_end_token(model: SourceModel, tokens: Tokens, generation: GenerationConfig | None) -> None:
+    """One end token in both configurations: the caller's, the tokenizer's, or that of either file of the source."""
+    config, origins = model.config, model.origins
     if not origins.get("eos_token_id", "").startswith("given"):
         if tokens.tokenizer is not None:
             config.eos_token_id = tokens.tokenizer.eos_token_id
@@ -339,31 +377,24 @@ def _set_end_token(
         generation.eos_token_id = config.eos_token_id
 
 
-def _write_model(
-    folder: Path,
-    model_class: type[TransfoXLPreTrainedModel],
-    config: TransfoXLConfig,
-    generation: GenerationConfig | None,
-    weights: State,
-    dtype: torch.dtype,
-) -> None:
-    config.architectures = [model_class.__name__]
-    config.dtype = dtype
-    config.save_pretrained(folder)
+def _write_model(folder: Path, model: SourceModel, generation: GenerationConfig | None) -> None:
+    model.config.architectures = [model.model_class.__name__]
+    model.config.dtype = model.dtype
+    model.config.save_pretrained(folder)
     if generation is not None:
-        # `save_pretrained` refuses settings that do nothing, which transformers 4 wrote
+        # `save_pretrained` refuses settings without effect, which transformers 4 wrote
         generation.to_json_file(folder / GENERATION_FILE)
     try:
-        save_torch_state_dict(_apart(weights, dtype), folder, metadata={"format": "pt"})
+        save_torch_state_dict(_apart(model.weights, model.dtype), folder, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"The weights cannot be written to {folder}: {error}") from error
-    # whoever may read the others; this library lets nobody but the owner
+    # this library makes them readable by the owner alone; the other files follow the umask
     for file in folder.glob("*.safetensors"):
         file.chmod((folder / "config.json").stat().st_mode)
 
 
 def _apart(weights: State, dtype: torch.dtype) -> State:
-    """Each weight in memory of its own, as files need it: many may be parts of one."""
+    """Each weight in a storage of its own, as safetensors requires; views of one storage are copied."""
     apart: State = {}
     taken: set[int] = set()
     for name, weight in weights.items():
@@ -375,25 +406,23 @@ def _apart(weights: State, dtype: torch.dtype) -> State:
     return apart
 
 
-def _check(
-    folder: Path,
-    model_class: type[TransfoXLPreTrainedModel],
-    dtype: torch.dtype,
-    weights: State | None,
-    recorded: str | Path | None,
-    progress: bool,
-) -> dict[str, Differences]:
-    """Load what was written and compare it; a difference above the tolerance raises."""
-    model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
+def _check(folder: Path, source: SourceModel, options: ConversionOptions) -> dict[str, Differences]:
+    """Load what was written and make the comparisons asked for; a difference above the tolerance raises."""
     checked: dict[str, Differences] = {}
-    if weights is not None:
+    if not options.verify and options.recorded is None:
+        return checked
+    model = source.model_class.from_pretrained(folder, dtype=torch.float32).eval()
+    if options.verify:
+        weights = {name: weight.to(source.dtype) for name, weight in source.weights.items()}
         reading = model.transformer if isinstance(model, TransfoXLForSequenceClassification) else model
-        checked["the source's weights in a slow float64 reading"] = verify_with_source(
-            reading, weights, progress=progress
+        checked["the source's weights in the slow float64 reference"] = verify_with_source(
+            reading, weights, progress=options.progress
         )
-    if recorded is not None:
+    if (recorded := options.recorded) is not None:
         if not isinstance(model, TransfoXLForCausalLM):
-            raise ValueError(f"`recorded` must be for a causal language model, but this is a {model_class.__name__}.")
+            raise ValueError(
+                f"`recorded` must be for a causal language model, but this is a {source.model_class.__name__}."
+            )
         try:
             outputs = load_file(recorded)
         except (SafetensorError, OSError) as error:
@@ -403,7 +432,7 @@ def _check(
         for run, differences in verify_recorded(model, outputs).items():
             checked[f"{Path(recorded).name}{f', {run}' if run else ''}"] = differences
     if too_large := [line for line in checked.items() if not max(line[1].values()) <= TOLERANCE]:
-        narrow = f" The weights were rounded to {dtype}." if torch.finfo(dtype).bits < 32 else ""
+        narrow = f" The weights were rounded to {source.dtype}." if torch.finfo(source.dtype).bits < 32 else ""
         raise RuntimeError(f"The converted model must agree to {TOLERANCE}, but differs: {dict(too_large)}.{narrow}")
     return checked
 
@@ -438,22 +467,20 @@ def _tokenizer(
 
 
 def _fast_tokenizer(file: Path, mode: str | None) -> tuple[TransfoXLTokenizer, Tokens]:
-    """One that transformers 5 reads as it is; only one of this package can be given another mode."""
+    """A `tokenizer.json`, which needs no conversion; only one of this package can change its mode."""
     read_json(file)
     try:
         with warnings.catch_warnings():
-            # its size is compared with that of the model which is written
+            # its size is compared with that of the converted model
             warnings.simplefilter("ignore", UserWarning)
             tokenizer = TransfoXLTokenizer.from_pretrained(file.parent)
-    # the library's errors have no class of their own
+    # the library raises errors without a class of their own
     except Exception as error:
         raise ValueError(f"{file} must be a tokenizer, but cannot be loaded: {error}") from error
     if mode is None:
         return tokenizer, Tokens(tokenizer, functools.partial(_copy, file.parent), "that of the source, as it is")
     if "mode" not in tokenizer.init_kwargs:
-        raise ValueError(
-            f"`tokenizer_mode` must be left out, since {file} has its own way to cut text, but is {mode!r}."
-        )
+        raise ValueError(f"`tokenizer_mode` must be left out, since {file} is not of this package, but is {mode!r}.")
     tokenizer = tokenizer.in_mode(mode)
     return tokenizer, Tokens(tokenizer, tokenizer.save_pretrained, f"that of the source, in mode `{mode}`")
 
@@ -464,4 +491,4 @@ def _copy(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-__all__ = ["Conversion", "convert"]
+__all__ = ["Conversion", "ConversionOptions", "convert"]

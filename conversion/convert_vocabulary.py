@@ -1,4 +1,4 @@
-"""Turns a vocabulary that belongs to no model at hand into a tokenizer's folder that `AutoTokenizer` loads."""
+"""Converts a vocabulary without a model into a tokenizer that `AutoTokenizer` loads."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from .vocabulary import describe, read_vocabulary
 
 @dataclass
 class VocabularyConversion:
-    """What `convert_vocabulary` did.
+    """Result of `convert_vocabulary`.
 
     Args:
         output (`Path`): The folder.
-        source (`str`): Name of the vocabulary's file.
-        tokenizer (`TransfoXLTokenizer`): What was written.
-        sentence (`str`): What became of the vocabulary.
-        left_out (`tuple[str, ...]`): Tokens that transformers had added, for which `vocab_size` has no ids.
+        source (`str`): File name of the vocabulary.
+        tokenizer (`TransfoXLTokenizer`): The tokenizer that was written.
+        sentence (`str`): Description of the tokenizer.
+        left_out (`tuple[str, ...]`): Tokens that transformers had added, beyond `vocab_size`.
     """
 
     output: Path
@@ -33,7 +33,7 @@ class VocabularyConversion:
         lines = [f"Found:      a vocabulary without a model ({self.source})", f"Tokenizer:  {self.sentence}"]
         if self.left_out:
             lines.append(
-                f"Left out:   {', '.join(self.left_out)}, added by transformers behind the vocabulary. If the model "
+                f"Left out:   {', '.join(self.left_out)}, added by transformers to the vocabulary. If the model "
                 f"has rows for them, give `--set vocab_size={len(self.tokenizer) + len(self.left_out)}`."
             )
         return "\n".join([*lines, f"The tokenizer alone is written to {self.output}"])
@@ -48,14 +48,14 @@ def convert_vocabulary(
     force: bool = False,
     protected: Iterable[str | Path] = (),
 ) -> VocabularyConversion:
-    """Write the tokenizer of a vocabulary. Nothing of the source is executed or changed.
+    """Write the tokenizer of a vocabulary. Nothing in the source is executed or changed.
 
     Args:
         source (`str` or `Path`): A file, as for `read_vocabulary`.
         output (`str` or `Path`): The folder to write; it appears only when all is done.
         settings (`Mapping[str, Any]`, *optional*):
-            `vocab_size` of the model that the tokenizer is for: added tokens belong to it if that counts them.
-        tokenizer_mode (`str`, *optional*): How the tokenizer treats text, if not as the code of the vocabulary did.
+            `vocab_size` of the model that the tokenizer is for; added tokens are included if it counts them.
+        tokenizer_mode (`str`, *optional*): How the tokenizer splits text, if not as the code of the vocabulary did.
         force (`bool`, defaults to `False`): Whether to replace an existing `output`.
         protected (`Iterable[str | Path]`): Further files that `force` must not delete with an existing `output`.
 

@@ -1,10 +1,9 @@
-"""Which tensor of each format becomes which weight of the model: data only.
+"""Maps the tensors of each format to the weights of the model: data only.
 
 A format has a rule for every weight. In a name, `{layer}` runs over the layers, `{table}` over the embedding tables
 (one per bucket of the vocabulary, or a single one with `div_val` 1), `{projection}` over the embedding's projections
-and `{bucket}` over all buckets. A placeholder on one side only means that the other side is one tensor for all of
-them.
-`state_dict.py` reads the same rules in both directions.
+and `{bucket}` over all buckets. A placeholder on one side only means that the other side is a single tensor for all of
+its values. `state_dict.py` applies the same rules in both directions.
 
 Sources: `pytorch/mem_transformer.py` and `pytorch/utils/proj_adaptive_softmax.py` of the original, its `tf/model.py`,
 NVIDIA's DeepLearningExamples, `models/transfo_xl` of transformers 2 to 4.
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 
 from hf_txl import TransfoXLConfig
 
-# whether a name exists in a model; the number is that of the table, projection or bucket
+# whether a name exists in a model; the number is the index of the table, projection or bucket
 Condition = Callable[[TransfoXLConfig, int], bool]
 
 
@@ -106,12 +105,12 @@ def words_are_tied(config: TransfoXLConfig, number: int) -> bool:
     return config.tie_word_embeddings
 
 
-# --- what a format consists of
+# --- parts of a format
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One weight under both of its names; `layout` says what differs besides the name (`state_dict.LAYOUTS`)."""
+    """One weight under both of its names; `layout` is how it is stored in the source (`state_dict.LAYOUTS`)."""
 
     source: str
     target: str
@@ -121,7 +120,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Alias:
-    """A further name under which a source may hold one of its tensors again, since it is two weights in one."""
+    """A further name under which a source may store a tied tensor again."""
 
     source: str
     of: str
@@ -130,7 +129,7 @@ class Alias:
 
 @dataclass(frozen=True)
 class Format:
-    """The names of a format: weights, further names, and patterns of what is left out, each with the reason."""
+    """The names of a format: weights, further names of tied weights, and patterns to leave out with the reason."""
 
     rules: tuple[Rule, ...]
     aliases: tuple[Alias, ...]

@@ -1,8 +1,8 @@
-"""Reads what `torch.save` and `pickle` wrote for the PyTorch codes, and executes nothing of it.
+"""Reads files of `torch.save` and `pickle` from the PyTorch codes, without executing anything in them.
 
 Old checkpoints are pickles of whole modules, and a pickle can name any function. A file that names something outside
-the lists of `torch_objects.py` is refused before anything is made of it; whatever else a file holds, no class or
-function is imported for it, and nothing of it is called.
+the lists of `torch_objects.py` is refused before any object is built; no class or function that a file
+names is ever imported or called.
 
 Three kinds of file exist: the zip archive that torch writes since 1.6, the sequence of pickles and raw storages that
 it wrote before (also every `vocab.bin` of transformers), and plain pickles. Their layout follows
@@ -33,15 +33,15 @@ from .torch_objects import Storage, StorageRecord, build, survey
 
 __all__ = ["StoredName", "StoredObject", "UnsafeFileError", "module_tensors", "read_file"]
 
-# how every file of torch before 1.6 begins, and the only version there was
+# first value of every file of torch before 1.6, and the only version of that format
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_NUMBER = 1001
 ZIP_START = b"PK\x03\x04"
-# modules in modules in ..., and their number; real ones stay below 10 and some thousands
+# nesting depth and number of modules; real models stay below 10 and a few thousand
 MAX_MODULE_DEPTH = 100
 MAX_MODULES = 100_000
 
-# what a file is that is none of ours, by its first bytes
+# other kinds of files, by their first bytes
 OTHER_FILES = {
     b"version https://git-lfs": "is a pointer to a file in Git LFS, not the file: fetch that one",
     b"\x1f\x8b": "is compressed with gzip: unpack it first",
@@ -52,12 +52,12 @@ OTHER_FILES = {
 
 
 def other_file(beginning: bytes) -> str | None:
-    """What a file is that begins so, if it is one that often lies where weights should."""
+    """Description of a file that begins with these bytes, if it is of a kind often mistaken for weights."""
     return next((reason for start, reason in OTHER_FILES.items() if beginning.startswith(start)), None)
 
 
 def read_file(path: str | os.PathLike[str]) -> Any:
-    """What a PyTorch file or a pickle holds.
+    """The contents of a PyTorch file or a pickle.
 
     Args:
         path: a file that `torch.save` wrote (a zip archive, or as before 1.6), or a plain pickle of protocol 0 to 5.
@@ -78,7 +78,7 @@ def read_file(path: str | os.PathLike[str]) -> Any:
                 raise ValueError("is no regular file")
             if status.st_size == 0:
                 raise ValueError("is empty")
-            # private: nothing that is done to a tensor reaches the file
+            # copy-on-write: changes of a tensor do not reach the file
             return read_mapping(file, mmap(file.fileno(), 0, access=ACCESS_COPY))
         except ValueError as error:
             kind = UnsafeFileError if isinstance(error, UnsafeFileError) else ValueError
@@ -92,7 +92,7 @@ def read_mapping(file: io.BufferedReader, mapping: mmap) -> Any:
         raise ValueError(reason)
     if mapping[257:262] == b"ustar":
         raise ValueError("is a tar archive, as torch wrote before release 0.1.10; save it again with torch 1.0")
-    # within the first instructions, whichever protocol they have; most files need not be read to know
+    # within the first instructions in every protocol, which rules out most files without reading them
     if MAGIC_NUMBER.to_bytes(10, "little") in mapping[:32] and read_plain(mapping, 0)[0] == MAGIC_NUMBER:
         return read_sequence(file, mapping)
     surveyed = survey(mapping, 0)
@@ -113,7 +113,7 @@ def read_values(file: io.BufferedReader, mapping: mmap, start: int, record: Stor
         return Storage(torch.empty(0, dtype=record.dtype))
     if start % record.dtype.itemsize == 0:
         values = torch.frombuffer(mapping, dtype=record.dtype, count=record.numel, offset=start)
-    else:  # a view would begin between two elements, which not every processor can read
+    else:  # a view would be misaligned, which not every processor can read
         raw = torch.empty(record.size, dtype=torch.uint8)
         buffer: Any = raw.numpy()
         file.seek(start)
@@ -121,7 +121,7 @@ def read_values(file: io.BufferedReader, mapping: mmap, start: int, record: Stor
             raise ValueError("became shorter while it was read")
         values = raw.view(record.dtype)
     if byte_order != sys.byteorder:
-        # a complex number is two numbers
+        # a complex number consists of two real ones
         width = record.dtype.itemsize // (2 if record.dtype.is_complex else 1)
         values = values.view(torch.uint8).view(-1, width).flip(1).reshape(-1).view(record.dtype)
     return Storage(values)
@@ -129,7 +129,7 @@ def read_values(file: io.BufferedReader, mapping: mmap, start: int, record: Stor
 
 @dataclass(frozen=True)
 class Entry:
-    """Where the bytes of an archive's entry are, and their checksum (0: torch was told to compute none)."""
+    """Position of an archive's entry in the file, and its checksum (0: torch computed none)."""
 
     start: int
     size: int
@@ -167,7 +167,7 @@ def read_archive(file: io.BufferedReader, mapping: mmap) -> Any:
 
 
 def find_entries(file: io.BufferedReader, mapping: mmap) -> dict[str, Entry]:
-    """All entries of the archive, none packed and none over another; nothing is unpacked, so no path matters."""
+    """All entries of the archive, uncompressed and without overlap; nothing is extracted, so paths are harmless."""
     try:
         with zipfile.ZipFile(file) as archive:
             infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
@@ -179,7 +179,7 @@ def find_entries(file: io.BufferedReader, mapping: mmap) -> dict[str, Entry]:
         name, quoted = info.filename, f"`{printable(info.filename)}`"
         if name in entries:
             raise ValueError(f"is a zip archive with two entries {quoted}")
-        # torch packs nothing
+        # torch compresses nothing
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
             raise ValueError(f"is a zip archive whose entry {quoted} is packed; pack it again without compression")
         header = mapping[info.header_offset : info.header_offset + 30]
@@ -194,7 +194,7 @@ def find_entries(file: io.BufferedReader, mapping: mmap) -> dict[str, Entry]:
 
 
 def check_entry(file: io.BufferedReader, entry: Entry, name: str) -> None:
-    """Compare the checksum; read through the file, in small pieces, so that the mapping's pages stay untouched."""
+    """Compare the checksum, reading from the file in small pieces instead of the mapping, to save memory."""
     if entry.checksum == 0:
         return
     checksum, left = 0, entry.size
@@ -213,7 +213,7 @@ def read_entry(file: io.BufferedReader, entry: Entry, name: str) -> bytes:
 
 
 def read_sequence(file: io.BufferedReader, mapping: mmap) -> Any:
-    """Magic number, protocol, byte order, the object, the storages' keys, then each storage: its length and values."""
+    """Magic number, protocol, byte order, the object, the storages' keys, then length and values of each storage."""
     magic, position = read_plain(mapping, 0)
     protocol, position = read_plain(mapping, position)
     system, position = read_plain(mapping, position)
@@ -258,14 +258,14 @@ def read_plain(mapping: mmap, position: int) -> tuple[Any, int]:
 
 
 def module_tensors(stored: StoredObject) -> dict[str, Tensor]:
-    """Parameters and buffers of a pickled module under the names that `state_dict()` gives them.
+    """Parameters and buffers of a pickled module under their names in `state_dict()`.
 
     Args:
         stored (`StoredObject`): a module, as `read_file` returns it. A wrapper is a module too: its `module.` stands
             in the names.
 
     Returns:
-        `dict[str, torch.Tensor]`, in the order of `state_dict()`; a tensor that two names share is there twice.
+        `dict[str, torch.Tensor]`, in the order of `state_dict()`; shared tensors appear under each of their names.
     """
     tensors: dict[str, Tensor] = {}
     modules = 0

@@ -60,10 +60,10 @@ def read_checkpoint(path: str | os.PathLike[str]) -> TensorFlowCheckpoint:
 
 
 class TensorFlowCheckpoint(Mapping[str, torch.Tensor]):
-    """The variables of a checkpoint, with the optimizer's (`<name>/Adam`, `beta1_power`, ...).
+    """The variables of a checkpoint, including those of the optimizer (`<name>/Adam`, `beta1_power`, ...).
 
-    Reading an item reads the variable anew. Attributes: `shapes` (`dict[str, tuple[int, ...]]`) and `dtypes`
-    (`dict[str, torch.dtype]`), known without reading. What has no numbers is left out.
+    Each access reads the variable again. Attributes: `shapes` (`dict[str, tuple[int, ...]]`) and `dtypes`
+    (`dict[str, torch.dtype]`), known without reading. Variables that are not numeric are left out.
     """
 
     def __init__(self, prefix: Path, process: TensorFlowProcess):
@@ -81,7 +81,7 @@ class TensorFlowCheckpoint(Mapping[str, torch.Tensor]):
                     f"`{prefix}` has a variable `{printable(name)}` of the unknown type {printable(dtype)}."
                 )
             size = prod(shape) * DTYPES[dtype].itemsize
-            # checked before anything is allocated; the older format packs its values, so there it cannot be
+            # checked before anything is allocated; not for the older format, which compresses values
             if min(shape, default=0) < 0 or (shards and size > stored):
                 raise ValueError(
                     f"`{prefix}` is no valid TensorFlow checkpoint: its variable `{printable(name)}` of shape "
@@ -121,13 +121,13 @@ class TensorFlowCheckpoint(Mapping[str, torch.Tensor]):
 
 
 class TensorFlowProcess:
-    """A process that has imported TensorFlow; checkpoints in use share it, and it ends with the last of them."""
+    """A process that has imported TensorFlow, shared by open checkpoints; it ends with the last of them."""
 
     current: weakref.ReferenceType[TensorFlowProcess] | None = None
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            # without -P the folder of this file would be searched before the libraries
+            # without -P the folder of this file would precede the libraries in the search path
             [sys.executable, "-P", str(PROCESS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -149,7 +149,7 @@ class TensorFlowProcess:
         return process
 
     def ask(self, request: dict[str, str]) -> dict[str, Any]:
-        """The answer to a request; `ValueError` if it is an error, or if there is none because the process ended."""
+        """The answer to a request; raises `ValueError` if it is an error or the process ended."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -182,7 +182,7 @@ class TensorFlowProcess:
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
-    """Close the process's input, at which it ends; one that is busy is not waited for."""
+    """Close the input of the process and terminate it, even if it is busy."""
     for stream in (process.stdin, process.stdout):
         if stream is not None:
             stream.close()
@@ -191,7 +191,7 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def find_prefix(path: Path) -> Path:
-    """The name that the files of the meant checkpoint begin with."""
+    """The prefix of the checkpoint that a path names."""
     if path.is_dir():
         path = find_in_folder(path)
     else:
@@ -204,7 +204,7 @@ def find_prefix(path: Path) -> Path:
 def find_in_folder(folder: Path) -> Path:
     state = folder / "checkpoint"
     if state.is_file():
-        # the newest checkpoint stands first; a path of the machine that wrote it says nothing here, but its name does
+        # the newest checkpoint is first; its path is of the machine that wrote it, so only its name is used
         match = re.search(rb'^model_checkpoint_path:\s*"((?:[^"\\\n]|\\.)*)"', state.read_bytes(), re.M)
         if match is None:
             raise ValueError(f"`{state}` must name a checkpoint as `model_checkpoint_path`, but does not.")
@@ -221,7 +221,7 @@ def find_in_folder(folder: Path) -> Path:
 
 
 def unescape(quoted: bytes) -> str:
-    """A text of the state file, where a backslash stands before a quote and before a byte's three octal digits."""
+    """A string of the state file, in which quotes and bytes (three octal digits) are escaped by a backslash."""
 
     def replace(match: re.Match[bytes]) -> bytes:
         number, letter = match.groups()

@@ -1,12 +1,12 @@
-"""Reads the pickle language without running it: out come containers, numbers, texts and records that do nothing.
+"""Interprets pickles without importing anything: the result is containers, numbers, strings and inert records.
 
 A pickle is a program for a small stack machine, and the standard library's machine imports and calls whatever the
-program names. The one here cannot import, and the only functions that it calls are stand-ins that its caller gave it.
-So it is an interpreter of its own and not a subclass of `pickle.Unpickler` with another `find_class`: there real
-classes lie on the stack, and one overlooked way to an attribute of theirs is enough.
+program names. This one cannot import, and the only functions that it calls are stand-ins given by its caller. It is an
+interpreter of its own rather than a subclass of `pickle.Unpickler` with another `find_class`, which puts real classes
+on the stack: one overlooked path to an attribute of theirs would be an exploit.
 
-The instructions are those of protocols 0 to 5, described in the standard library's `pickletools`. This file knows
-nothing of tensors; `torch_objects.py` says which names exist and what they become.
+The instructions are those of protocols 0 to 5, described in the standard library's `pickletools`. Tensors are left to
+`torch_objects.py`, which lists the names that may occur and what they become.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any
 
-# An instruction of one byte can make a container of 200: this bounds what a file of such instructions costs. The
-# sentences of a corpus, or the lists of pairs in which Python 2 wrote an ordered vocabulary, stay below it.
+# An instruction of one byte can create a container of 200 bytes; this bounds the memory of such files. The sentences
+# of a corpus, or the lists of pairs in which Python 2 wrote an ordered vocabulary, stay below it.
 MAX_OBJECTS = 2**22
-# Python 2 wrote small numbers as long ones, and torch writes one of 80 bits; nothing here counts further.
+# Python 2 wrote small numbers as long ones, and torch writes one of 80 bits; no larger ones occur.
 MAX_INTEGER_BYTES = 32
 PLAIN_TYPES = frozenset((str, int, float, bytes, bool, type(None)))
 
 
 class UnsafeFileError(ValueError):
-    """A file names a class or function that no Transformer-XL file holds. It was neither imported nor called."""
+    """A file names a class or function that no Transformer-XL file contains. It was neither imported nor called."""
 
 
 @dataclass(eq=False)
 class StoredObject:
-    """An object of a class that was not imported: what the file says of it, and nothing that acts.
+    """An inert record of an object whose class was not imported.
 
     Args:
-        class_path (`str`): module and name, as the file has them.
-        arguments (`tuple`): what the class or function was called with.
+        class_path (`str`): module and name in the file.
+        arguments (`tuple`): arguments of the call that made the object.
         state (`dict[str, Any]`): the attributes that were stored.
     """
 
     class_path: str
     arguments: tuple[Any, ...] = field(default=(), repr=False)
-    # not shown: a module's state holds its children, and theirs
+    # not shown: the state of a module contains its sub-modules
     state: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
 class StoredName:
-    """A class or function that a file names, as it lies on the stack; `build` is called in its place."""
+    """A class or function that a file names; `build` is called in its place."""
 
     class_path: str
     build: Callable[..., Any] = field(repr=False)
 
 
 def printable(text: str | bytes | BaseException, longest: int = 120) -> str:
-    """`text` as it may stand in a message: without line breaks, control codes or more than `longest` characters."""
+    """`text` made safe for a message: without line breaks and control codes, at most `longest` characters."""
     escaped = str(text)[: longest + 1].encode("ascii", "backslashreplace").decode()
     escaped = "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in escaped)
     return escaped if len(escaped) <= longest else f"{escaped[:longest]}..."
@@ -67,10 +67,10 @@ class PickleReader:
     Args:
         data: the bytes, or a mapping of the file that holds them.
         position: where the pickle begins; after `read`, where it ends.
-        find_name: called with module and name of every class or function; gives what to put on the stack.
-        find_storage: called with the identifier of every object that the pickle refers to but does not hold.
+        find_name: called with module and name of every class or function; returns what to put on the stack.
+        find_storage: called with the identifier of every object outside the pickle.
 
-    `read` raises `ValueError` with the reason if the data are no whole and valid pickle.
+    `read` raises `ValueError` with the reason if the data are not a complete and valid pickle.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class PickleReader:
         self.num_objects = 0  # containers, marks and calls
 
     def read(self) -> Any:
-        """The value that the pickle stands for."""
+        """The value of the pickle."""
         find_value, find_action, data = VALUES.get, ACTIONS.get, self.data
         try:
             while self.position < self.end:
                 code = data[self.position]
                 self.position += 1
                 if (make_value := find_value(code)) is not None:
-                    value = make_value(self)  # this may put another stack in the place of `self.stack`
+                    value = make_value(self)  # this may replace `self.stack`
                     self.stack.append(value)
                 elif (action := find_action(code)) is not None:
                     action(self)
@@ -192,26 +192,6 @@ class PickleReader:
         self.marked.append(self.stack)
         self.stack = []
 
-    def append(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is not list:
-            raise ValueError(f"appends to {type(target).__name__}")
-        target.extend(items)
-
-    def set_items(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is not dict or len(items) % 2:
-            raise ValueError(f"sets {len(items)} keys and values of {type(target).__name__}")
-        check_keys(items[::2])
-        target.update(zip(items[::2], items[1::2], strict=True))
-
-    def add_items(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is not set:
-            raise ValueError(f"adds to {type(target).__name__}")
-        check_keys(items)
-        target.update(items)
-
     def call(self, name: Any, arguments: Any) -> Any:
         self.count_object()
         if not isinstance(name, StoredName) or type(arguments) is not tuple:
@@ -221,53 +201,11 @@ class PickleReader:
         except TypeError:
             raise ValueError(f"calls `{name.class_path}` with {len(arguments)} arguments") from None
 
-    def call_with_keywords(self) -> Any:
-        name, arguments, keywords = self.pop_count(3)
-        if type(keywords) is not dict or keywords:
-            raise ValueError("calls a class with keywords")
-        return self.call(name, arguments)
-
-    def call_marked(self) -> Any:
-        items = self.pop_to_mark()
-        return self.call(items[0], tuple(items[1:]))
-
-    def call_line(self) -> Any:
-        name = self.take_name()
-        return self.call(name, tuple(self.pop_to_mark()))
-
-    def find_stacked_name(self) -> Any:
-        module, name = self.pop_count(2)
-        if type(module) is not str or type(name) is not str:
-            raise ValueError("names a class by something else than two texts")
-        return self.find_name(module, name)
-
-    def find_extension(self, width: int) -> Any:
-        return self.find_name("copyreg", f"extension {self.take_size(width)}")
-
-    def set_state(self) -> None:
-        """Store attributes. Those of an `OrderedDict` or `Counter` (torch notes layer versions there) are not kept."""
-        state = self.stack.pop()
-        target = self.stack[-1]
-        if isinstance(target, StoredObject) and type(state) is tuple and len(state) > 2:
-            # an array of NumPy reads its own state: version, shape, type, order, values
-            target.state["__setstate__"] = state
-            return
-        # the second form also gives attributes that the class declared in `__slots__`
-        parts = state if type(state) is tuple and len(state) == 2 else (state, None)
-        for part in parts:
-            if part is not None and (type(part) is not dict or not all(type(key) is str for key in part)):
-                raise ValueError("gives an object a state that is no dictionary of its attributes")
-        if isinstance(target, StoredObject):
-            for part in parts:
-                target.state.update(part or {})
-        elif type(target) is not dict:
-            raise ValueError(f"gives {type(target).__name__} attributes")
-
 
 def check_keys(keys: Iterable[Any]) -> None:
     """Raise `ValueError` unless all of `keys` are texts, numbers, None or tuples of those.
 
-    Other keys do not occur, and the hash of tuples in tuples, each twice in the next, takes for ever.
+    Other keys do not occur, and hashing nested tuples can take exponential time.
     """
     keys = list(keys)
     if PLAIN_TYPES.issuperset(map(type, keys)):
@@ -303,7 +241,7 @@ def read_decimal(line: bytes) -> int:
 
 
 def read_int_line(line: bytes) -> int | bool:
-    # the only two numbers with a zero in front are how protocol 0 writes True and False
+    # protocol 0 writes True and False as the two numbers with a leading zero
     return line == b"01" if line in (b"00", b"01") else read_decimal(line)
 
 
@@ -315,7 +253,7 @@ def read_float_line(line: bytes) -> float:
 
 
 def read_quoted_line(line: bytes) -> str:
-    """A byte string as Python 2 printed it: in quotes, with backslashes."""
+    """A byte string in the notation of Python 2: in quotes, with backslash escapes."""
     if len(line) < 2 or line[:1] not in (b"'", b'"') or line[-1:] != line[:1]:
         raise ValueError("has a string without quotes")
     letters = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
@@ -330,7 +268,7 @@ def read_quoted_line(line: bytes) -> str:
 
 
 def counted(width: int, read: Callable[[bytes], Any]) -> Callable[[PickleReader], Any]:
-    """A value whose bytes come after their number, of `width` bytes. Most instructions are such, so it is quick."""
+    """A value preceded by its length in `width` bytes. Most instructions are such, so this is optimised for speed."""
 
     def take_value(reader: PickleReader) -> Any:
         data, start = reader.data, reader.position + width
@@ -353,6 +291,92 @@ def refused(reason: str) -> Callable[[PickleReader], Any]:
         raise ValueError(reason)
 
     return refuse
+
+
+# --- instructions of more than one step
+
+
+def append_items(reader: PickleReader, items: list[Any]) -> None:
+    target = reader.stack[-1]
+    if type(target) is not list:
+        raise ValueError(f"appends to {type(target).__name__}")
+    target.extend(items)
+
+
+def set_items(reader: PickleReader, items: list[Any]) -> None:
+    target = reader.stack[-1]
+    if type(target) is not dict or len(items) % 2:
+        raise ValueError(f"sets {len(items)} keys and values of {type(target).__name__}")
+    check_keys(items[::2])
+    target.update(zip(items[::2], items[1::2], strict=True))
+
+
+def add_items(reader: PickleReader, items: list[Any]) -> None:
+    target = reader.stack[-1]
+    if type(target) is not set:
+        raise ValueError(f"adds to {type(target).__name__}")
+    check_keys(items)
+    target.update(items)
+
+
+def call_with_keywords(reader: PickleReader) -> Any:
+    name, arguments, keywords = reader.pop_count(3)
+    if type(keywords) is not dict or keywords:
+        raise ValueError("calls a class with keywords")
+    return reader.call(name, arguments)
+
+
+def call_marked(reader: PickleReader) -> Any:
+    items = reader.pop_to_mark()
+    return reader.call(items[0], tuple(items[1:]))
+
+
+def call_line(reader: PickleReader) -> Any:
+    name = reader.take_name()
+    return reader.call(name, tuple(reader.pop_to_mark()))
+
+
+def find_stacked_name(reader: PickleReader) -> Any:
+    module, name = reader.pop_count(2)
+    if type(module) is not str or type(name) is not str:
+        raise ValueError("names a class by something else than two texts")
+    return reader.find_name(module, name)
+
+
+def find_extension(reader: PickleReader, width: int) -> Any:
+    return reader.find_name("copyreg", f"extension {reader.take_size(width)}")
+
+
+def set_state(reader: PickleReader) -> None:
+    """Store attributes. Those of an `OrderedDict` or `Counter` (torch notes layer versions there) are not kept."""
+    state = reader.stack.pop()
+    target = reader.stack[-1]
+    if isinstance(target, StoredObject) and type(state) is tuple and len(state) > 2:
+        # an array of NumPy reads its own state: version, shape, type, order, values
+        target.state["__setstate__"] = state
+        return
+    # the second form also gives attributes that the class declared in `__slots__`
+    parts = state if type(state) is tuple and len(state) == 2 else (state, None)
+    for part in parts:
+        if part is not None and (type(part) is not dict or not all(type(key) is str for key in part)):
+            raise ValueError("gives an object a state that is no dictionary of its attributes")
+    if isinstance(target, StoredObject):
+        for part in parts:
+            target.state.update(part or {})
+    elif type(target) is not dict:
+        raise ValueError(f"gives {type(target).__name__} attributes")
+
+
+def make_dictionary(reader: PickleReader) -> None:
+    items = reader.pop_to_mark()
+    reader.stack.append(reader.new(dict))
+    set_items(reader, items)
+
+
+def check_protocol(reader: PickleReader) -> None:
+    protocol = reader.take_size(1)
+    if protocol > 5:
+        raise ValueError(f"has protocol {protocol}; the newest known one is 5")
 
 
 # instructions that put one value on the stack
@@ -382,7 +406,7 @@ VALUES_BY_LETTER: dict[bytes, Callable[[PickleReader], Any]] = {
     b"B": counted(4, bytes),
     b"C": counted(1, bytes),
     b"\x8e": counted(8, bytes),
-    b"\x96": counted(8, bytes),  # a bytearray, which nothing here changes
+    b"\x96": counted(8, bytes),  # a bytearray, read as bytes
     # containers
     b"]": lambda reader: reader.new(list),
     b"}": lambda reader: reader.new(dict),
@@ -394,22 +418,22 @@ VALUES_BY_LETTER: dict[bytes, Callable[[PickleReader], Any]] = {
     b"t": lambda reader: reader.new(tuple, reader.pop_to_mark()),
     b"l": lambda reader: reader.new(list, reader.pop_to_mark()),
     b"\x91": lambda reader: reader.new_frozenset(reader.pop_to_mark()),
-    # values seen before
+    # memoised values
     b"2": lambda reader: reader.stack[-1],
     b"g": lambda reader: reader.recall(read_decimal(reader.take_line())),
     b"h": lambda reader: reader.recall(reader.take_byte()),
     b"j": lambda reader: reader.recall(reader.take_size(4)),
     # names, and calls of them
     b"c": lambda reader: reader.take_name(),
-    b"\x93": lambda reader: reader.find_stacked_name(),
-    b"\x82": lambda reader: reader.find_extension(1),
-    b"\x83": lambda reader: reader.find_extension(2),
-    b"\x84": lambda reader: reader.find_extension(4),
+    b"\x93": find_stacked_name,
+    b"\x82": lambda reader: find_extension(reader, 1),
+    b"\x83": lambda reader: find_extension(reader, 2),
+    b"\x84": lambda reader: find_extension(reader, 4),
     b"R": lambda reader: reader.call(*reader.pop_count(2)),
     b"\x81": lambda reader: reader.call(*reader.pop_count(2)),
-    b"\x92": lambda reader: reader.call_with_keywords(),
-    b"o": lambda reader: reader.call_marked(),
-    b"i": lambda reader: reader.call_line(),
+    b"\x92": call_with_keywords,
+    b"o": call_marked,
+    b"i": call_line,
     # values outside the pickle
     b"Q": lambda reader: reader.find_storage(reader.stack.pop()),
     b"P": refused("refers to an object by a line of text"),
@@ -417,22 +441,10 @@ VALUES_BY_LETTER: dict[bytes, Callable[[PickleReader], Any]] = {
 }
 
 
-def make_dictionary(reader: PickleReader) -> None:
-    items = reader.pop_to_mark()
-    reader.stack.append(reader.new(dict))
-    reader.set_items(items)
-
-
-def check_protocol(reader: PickleReader) -> None:
-    protocol = reader.take_size(1)
-    if protocol > 5:
-        raise ValueError(f"has protocol {protocol}; the newest known one is 5")
-
-
 # all other instructions
 ACTIONS_BY_LETTER: dict[bytes, Callable[[PickleReader], Any]] = {
     b"\x80": check_protocol,
-    b"\x95": lambda reader: reader.take(8),  # the length of what follows; every instruction is checked by itself
+    b"\x95": lambda reader: reader.take(8),  # length of a frame, not used: every instruction checks its own bounds
     b"(": PickleReader.mark,
     b"0": PickleReader.pop,
     b"1": lambda reader: reader.pop_to_mark(),
@@ -440,13 +452,13 @@ ACTIONS_BY_LETTER: dict[bytes, Callable[[PickleReader], Any]] = {
     b"q": lambda reader: reader.remember(reader.take_byte()),
     b"r": lambda reader: reader.remember(reader.take_size(4)),
     b"\x94": lambda reader: reader.remember(len(reader.memo)),
-    b"a": lambda reader: reader.append(list(reader.pop_count(1))),
-    b"e": lambda reader: reader.append(reader.pop_to_mark()),
+    b"a": lambda reader: append_items(reader, list(reader.pop_count(1))),
+    b"e": lambda reader: append_items(reader, reader.pop_to_mark()),
     b"d": make_dictionary,
-    b"s": lambda reader: reader.set_items(list(reader.pop_count(2))),
-    b"u": lambda reader: reader.set_items(reader.pop_to_mark()),
-    b"\x90": lambda reader: reader.add_items(reader.pop_to_mark()),
-    b"b": PickleReader.set_state,
+    b"s": lambda reader: set_items(reader, list(reader.pop_count(2))),
+    b"u": lambda reader: set_items(reader, reader.pop_to_mark()),
+    b"\x90": lambda reader: add_items(reader, reader.pop_to_mark()),
+    b"b": set_state,
     b"\x98": refused("keeps data outside the file"),
 }
 

@@ -1,4 +1,4 @@
-"""The configuration of a checkpoint: from the caller, its shapes, what is stored with it, what its format means."""
+"""The configuration of a checkpoint: from the caller, the shapes, stored settings and the defaults of its format."""
 
 import itertools
 import re
@@ -16,8 +16,8 @@ from .state_dict import Shapes, is_same
 
 Fields = dict[str, Any]
 
-# What a format means without saying so: the original PyTorch code begins with nothing and lets a query see `mem_len`
-# keys, the TensorFlow code begins with zeros and lets it see one more, NVIDIA's code is a mixture.
+# What each code does without a setting: in the original PyTorch code the memory starts empty and a query sees
+# `mem_len` keys; in the TensorFlow code it starts with zeros and a query sees one more; NVIDIA's code is a mixture.
 DIALECTS: dict[str, Fields] = {
     "pytorch": {
         "memory_init": "empty",
@@ -42,34 +42,34 @@ DIALECTS: dict[str, Fields] = {
     "transformers": {"memory_init": "zeros", "same_length_includes_oldest": False},
 }
 
-# The cutoffs that `train.py --adaptive` takes for a data set, for checkpoints that do not show them otherwise.
+# The cutoffs that `train.py --adaptive` uses for a data set, for checkpoints whose tensors do not show them.
 CUTOFFS = {"wt103": [20000, 40000, 200000], "lm1b": [60000, 100000, 640000]}
 
-# what neither shapes nor formats tell and nobody may guess
+# settings that neither shapes nor the format determine; they must be given
 NEEDED = {
     "n_head": "number of attention heads",
     "d_head": "width of a head",
     "cutoffs": "ends of the vocabulary's buckets, without the last: [] for a plain softmax",
-    "mem_len": "positions that are remembered",
-    "clamp_len": "largest distance that is told apart, -1 for no limit",
-    "same_length": "whether every position sees the same number of keys",
-    "pre_lnorm": "whether normalisation comes before each sublayer",
+    "mem_len": "length of the memory in tokens",
+    "clamp_len": "distances are clamped to this, -1 for no limit",
+    "same_length": "whether every query sees the same number of keys",
+    "pre_lnorm": "whether layer normalisation comes before each sublayer",
 }
 
-# names of the original codes that a configuration spells otherwise
+# names of the original codes that differ in the configuration
 RENAMED = {**TransfoXLConfig.attribute_map, "tie_weight": "tie_word_embeddings"}
 READ = {name for name in TransfoXLConfig.__annotations__ if not name.startswith("_")}
-# … and those that say something in another way
+# arguments that are translated to other fields
 READ_OTHERWISE = {"attn_type", "share_proj"}
-# how a model was loaded once, and by what: the weights that are written are plain ones, whose type is their own
+# how a model was loaded; the written weights are plain and in a precision of their own
 NOT_OF_THE_MODEL = {
     *("dtype", "torch_dtype", "quantization_config", "auto_map", "_attn_implementation", "attn_implementation"),
     *("_attn_implementation_autoset", "_name_or_path"),
 }
-# arguments of the original codes that no weight and no computation depends on, or through others only
+# arguments of the original codes without effect on weights and results, or only through other arguments
 WITHOUT_EFFECT = {"tgt_len", "adapt_inp", "adaptive", "dataset"}
 
-# what tensors have and a file beside them may say too: where the two differ, one belongs to another model
+# determined by the tensors: if a file beside them states another value, it belongs to another model
 CERTAIN = {
     *("vocab_size", "cutoffs", "d_model", "d_embed", "n_head", "d_head", "d_inner", "div_val", "n_layer", "max_klen"),
     "attention_kind",
@@ -79,14 +79,14 @@ CERTAIN = {
 class Settings:
     """The configuration of a checkpoint, and where each of its fields comes from.
 
-    What the caller gives comes first, then what the shapes show, then what is stored, then what the format means.
+    The order of precedence: given by the caller, from the shapes, stored, default of the format.
 
     Args:
-        checkpoint (`Checkpoint`): What was found.
-        given (`dict`): What the caller says, under names of `TransfoXLConfig` or of the original codes.
+        checkpoint (`Checkpoint`): The opened checkpoint.
+        given (`dict`): Settings of the caller, under names of `TransfoXLConfig` or of the original codes.
 
     Raises:
-        ValueError: if a field stays unknown, a name in `given` is no setting, or the values make no model.
+        ValueError: if a field stays unknown, a name in `given` is no setting, or the values are not valid together.
     """
 
     def __init__(self, checkpoint: Checkpoint, given: Mapping[str, Any]) -> None:
@@ -98,7 +98,7 @@ class Settings:
             )
         said = {**stored, **given}
         shapes = _fields_from_shapes(checkpoint, said)
-        # the originals keep the vocabulary size behind the cutoffs, other readers a 0 before
+        # the originals append the vocabulary size to the cutoffs, other codes prepend a 0
         ends = (0, given.get("vocab_size", shapes.get("vocab_size", stored.get("vocab_size"))))
         for values in (given, stored):
             if isinstance(cutoffs := values.get("cutoffs"), list | tuple):
@@ -124,7 +124,7 @@ class Settings:
                 elif fields[name] != value and origin == checkpoint.stored_in:
                     self.origins[name] += f" ({origin}: {value})"
         if checkpoint.format == "transformers":
-            # the file is a configuration already; whatever else it holds is kept
+            # the file is a configuration already; its other entries are kept
             rest = {
                 name: value
                 for name, value in checkpoint.stored.items()
@@ -143,7 +143,7 @@ def _configuration(
     """A configuration, or a `ValueError` that names the field whose type is wrong."""
     try:
         return make(fields)
-    # fields that are the library's alone raise the others
+    # fields of the library raise the other two
     except (StrictDataclassError, AttributeError, TypeError) as error:
         # the first line names the field, the others the types
         raise ValueError(
@@ -153,11 +153,11 @@ def _configuration(
 
 
 def _check_bounds(config: TransfoXLConfig, checkpoint: Checkpoint) -> None:
-    """Refuse what no model of these tensors can have, before one is built."""
-    # a layer has tensors of its own
+    """Refuse values that contradict the tensors, before a model is built."""
+    # every layer has tensors
     if config.n_layer > len(checkpoint.shapes):
         raise ValueError(
-            f"`n_layer` must be the number of layers whose tensors are there, but is {config.n_layer}, and "
+            f"`n_layer` must be the number of layers in the checkpoint, but is {config.n_layer}, and "
             f"{checkpoint.found} has {len(checkpoint.shapes)} tensors in all."
         )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -171,9 +171,9 @@ def _check_bounds(config: TransfoXLConfig, checkpoint: Checkpoint) -> None:
 
 
 def _renamed(values: Mapping[str, Any]) -> Fields:
-    """Settings of an original code under the names of `TransfoXLConfig`; what says nothing is left out."""
+    """Settings of an original code under the names of `TransfoXLConfig`; None is left out."""
     fields = {RENAMED.get(name, name): value for name, value in values.items() if value is not None}
-    # the default of the argument, for `d_model`
+    # the default of the argument, which means `d_model`
     if fields.get("d_embed") == -1:
         del fields["d_embed"]
     if "attn_type" in fields:
@@ -187,13 +187,13 @@ def _renamed(values: Mapping[str, Any]) -> Fields:
 
 
 def _cutoffs_of_data_set(said: Fields) -> Fields:
-    """What `train.py` makes of `--adaptive` and `--dataset`."""
+    """The cutoffs that `train.py` derives from `--adaptive` and `--dataset`."""
     known = CUTOFFS.get(str(said.get("dataset")))
     return {"cutoffs": known} if said.get("adaptive") and known else {}
 
 
 def _check_agreement(given: Fields, shapes: Fields, stored: Fields, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose tensors are not those of the model that its settings describe, as if cut short."""
+    """Refuse a checkpoint whose tensors contradict its stored settings, such as one with missing layers."""
     differing = [
         f"`{name}` is {shapes[name]!r} by the tensors and {stored[name]!r} by {checkpoint.stored_in}"
         for name in shapes
@@ -207,21 +207,21 @@ def _check_agreement(given: Fields, shapes: Fields, stored: Fields, checkpoint: 
 
 
 def _check_known(fields: Fields, checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that lacks what the settings are read from; ask for what no tensor tells."""
+    """Refuse a checkpoint that lacks tensors that determine settings, or settings that no tensor determines."""
     lacking: dict[str, list[str]] = {}
     is_absolute = fields.get("attention_kind") in ABSOLUTE_KINDS
-    for name, tensor in TOLD_BY[checkpoint.format].items():
+    for name, tensor in DETERMINED_BY[checkpoint.format].items():
         if name not in fields and not (is_absolute and name in ("n_head", "d_head")):
             lacking.setdefault(tensor, []).append(f"`{name}`")
     if lacking:
         raise ValueError(
-            f"{checkpoint.files[0]} must hold a Transformer-XL, but {checkpoint.found} lacks, or has in another form, "
-            + ", ".join(f"`{tensor}` (tells {' and '.join(names)})" for tensor, names in lacking.items())
+            f"{checkpoint.files[0]} must hold a Transformer-XL, but {checkpoint.found} lacks or has in another shape "
+            + ", ".join(f"`{tensor}` (determines {' and '.join(names)})" for tensor, names in lacking.items())
             + "."
         )
     if missing := [name for name in NEEDED if name not in fields]:
         raise ValueError(
-            f"These settings must be given (`--set name=value`), since {checkpoint.found} does not tell them: "
+            f"These settings must be given (`--set name=value`), since {checkpoint.found} does not state them: "
             + ", ".join(f"`{name}` ({NEEDED[name]})" for name in missing)
             + "."
         )
@@ -229,8 +229,8 @@ def _check_known(fields: Fields, checkpoint: Checkpoint) -> None:
 
 # --- shapes
 
-# where settings are read from: the first of the tensors that tell each
-TOLD_BY = {
+# the tensors that determine settings; of several, the first
+DETERMINED_BY = {
     "pytorch": {
         "vocab_size": "word_emb.emb_layers.0.weight",
         "d_embed": "word_emb.emb_layers.0.weight",
@@ -250,11 +250,11 @@ TOLD_BY = {
         "d_head": "transformer/r_w_bias",
     },
 }
-TOLD_BY["nvidia"] = TOLD_BY["pytorch"]
+DETERMINED_BY["nvidia"] = DETERMINED_BY["pytorch"]
 
 
 def _fields_from_shapes(checkpoint: Checkpoint, said: Fields) -> Fields:
-    """What the tensors show; a setting is read from any of those that have it, since one may be missing."""
+    """Fields that the tensors determine; each is read from any tensor that has it, since one may be missing."""
     if checkpoint.format == "transformers":
         return {}
     read = _tensorflow_fields if checkpoint.format == "tensorflow" else _pytorch_fields
@@ -327,7 +327,7 @@ def _tensorflow_fields(shapes: Shapes, tensors: Mapping[str, torch.Tensor], said
         "cutoffs": _ends([size for (size,) in biases])[:-1],
         "attention_kind": "transformer_xl",
         "tie_word_embeddings": True,
-        # a plain softmax shares the projection whatever it was told
+        # a plain softmax always shares the projection
         "tie_projs": [
             f"{softmax}cutoff_{bucket}/proj" not in shapes and _entry(said.get("tie_projs"), bucket) is not False
             for bucket in range(len(biases))
@@ -348,7 +348,7 @@ def _tensorflow_fields(shapes: Shapes, tensors: Mapping[str, torch.Tensor], said
 
 
 def _layer_fields(shapes: Shapes, layer: str, norm: str) -> Fields:
-    """Number and width of the layers, by the patterns of all names in a layer and of those of its normalisation."""
+    """Number and width of the layers, by the patterns of the names of a layer and of its normalisations."""
     fields: Fields = {}
     if layers := {match[1] for name in shapes if (match := re.fullmatch(layer, name))}:
         fields["n_layer"] = len(layers)
@@ -367,7 +367,7 @@ def _vocabulary_fields(
     fields: Fields = {"vocab_size": sum(words for words, _ in tables), "d_embed": widths[0]}
     if len(tables) > 1:
         fields["cutoffs"] = _ends([words for words, _ in tables])[:-1]
-    # with 1 there is one table, projected only to another width
+    # with `div_val` 1 there is one table, projected only if its width differs
     if len(tables) > 1 or (not num_clusters and any(rows == columns for rows, columns in projections)):
         fields["div_val"] = _factor(widths, said.get("div_val"))
     elif num_clusters or not projections:
@@ -376,9 +376,9 @@ def _vocabulary_fields(
 
 
 def _factor(widths: list[int], said: Any) -> int:
-    """The `div_val` above 1 that gives these widths. Where several do the model is the same, and the one said wins."""
+    """The `div_val` above 1 that gives these widths. If several do, the models are equal; the stated one is used."""
     last = len(widths) - 1
-    # those first for which no width is rounded
+    # first those for which no width is rounded
     factors = sorted(range(2, widths[0] + 1), key=lambda factor: widths[0] % factor**last != 0)
     if type(said) is int and said > 1:
         factors.insert(0, said)
@@ -387,7 +387,7 @@ def _factor(widths: list[int], said: Any) -> int:
 
 
 def _all(shapes: Shapes, pattern: str, num_axes: int) -> list[tuple[int, ...]]:
-    """Shapes of the tensors whose name fits and that have so many axes, none of length 0."""
+    """Shapes of the tensors whose name matches and that have `num_axes` axes, none of length 0."""
     return [
         shape
         for name, shape in shapes.items()
@@ -396,7 +396,7 @@ def _all(shapes: Shapes, pattern: str, num_axes: int) -> list[tuple[int, ...]]:
 
 
 def _numbered(shapes: Shapes, pattern: str, num_axes: int) -> list[tuple[int, ...]]:
-    """The same in the order of the number in the name, each number once."""
+    """As `_all`, in the order of the number in the name, each number once."""
     found: Shapes = {}
     for name, shape in shapes.items():
         if len(shape) == num_axes and 0 not in shape and (match := re.fullmatch(pattern, name)):
@@ -409,7 +409,7 @@ def _ends(sizes: list[int]) -> list[int]:
 
 
 def _is_tied(tensors: Mapping[str, torch.Tensor], names: list[str], first: str, said: Any) -> bool:
-    """Whether a weight, by any of its names, is another one; one that is not there is, unless said not to be."""
+    """Whether a weight, under any of its names, equals another one; a missing one counts as tied unless stated not."""
     own = [name for name in names if name in tensors]
     if not own:
         return said is not False

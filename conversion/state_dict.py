@@ -1,7 +1,7 @@
 """Applies the rules of `key_rules.py` in both directions and accounts for every tensor of both sides.
 
-The rules are first written out for one configuration, name by name, so that missing, unexpected and misshaped tensors
-are known, all of them, before any data is read.
+The rules are first expanded for one configuration, name by name, so that all missing, unexpected and misshaped tensors
+are known before any data is read.
 """
 
 import itertools
@@ -21,7 +21,7 @@ State = dict[str, torch.Tensor]
 Shapes = dict[str, tuple[int, ...]]
 
 
-# --- layouts: what a tensor is here and what it is there
+# --- layouts: how a tensor is stored in the source and in the target
 
 
 class Layout:
@@ -36,7 +36,7 @@ class Layout:
 
 class Transposed(Layout):
     def to_target(self, tensors: list[torch.Tensor], config: TransfoXLConfig) -> list[torch.Tensor]:
-        # copied now, so that the other one can go
+        # copied now, so that the source can be freed
         return [tensor.t().contiguous() for tensor in tensors]
 
     to_source = to_target
@@ -50,7 +50,7 @@ class RowsReversed(Layout):
 
 
 class LayersStacked(Layout):
-    """One source tensor (n_layer, …) holds those of all layers."""
+    """One source tensor (n_layer, …) holds the target tensors of all layers."""
 
     def to_target(self, tensors: list[torch.Tensor], config: TransfoXLConfig) -> list[torch.Tensor]:
         return list(tensors[0].unbind(0))
@@ -70,7 +70,7 @@ class LayersStackedHeadsApart(LayersStacked):
 
 
 class BucketsJoined(Layout):
-    """The target is the source tensors of all buckets, one after the other."""
+    """The target is the concatenation of the source tensors of all buckets."""
 
     def to_target(self, tensors: list[torch.Tensor], config: TransfoXLConfig) -> list[torch.Tensor]:
         return [torch.cat(tensors)]
@@ -90,11 +90,11 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-# --- rules written out for one configuration
+# --- rules expanded for one configuration
 
 
 class Entry(NamedTuple):
-    """The names of one weight, or of several that are one tensor on the other side."""
+    """The names of one weight, or of several that are a single tensor on the other side."""
 
     sources: list[str]
     targets: list[str]
@@ -102,7 +102,7 @@ class Entry(NamedTuple):
 
 
 def _numbers(config: TransfoXLConfig, placeholder: str) -> range:
-    """What a placeholder runs over."""
+    """The values of a placeholder."""
     tables = range(config.num_clusters + 1) if config.div_val > 1 else range(1)
     return {
         "layer": range(config.n_layer),
@@ -113,7 +113,7 @@ def _numbers(config: TransfoXLConfig, placeholder: str) -> range:
 
 
 def _instances(config: TransfoXLConfig, names: list[str], when: Condition) -> Iterator[list[list[str]]]:
-    """Fill in placeholders: those that all names share make an instance each, others a list within one."""
+    """Expand placeholders: those that all names share give one instance per value, others a list within one."""
     fields = [set(re.findall(r"\{(\w+)\}", name)) for name in names]
     shared = sorted(set.intersection(*fields))
     for values in itertools.product(*(_numbers(config, placeholder) for placeholder in shared)):
@@ -141,13 +141,13 @@ def entries(rules: Format, config: TransfoXLConfig) -> list[Entry]:
 
 
 def _entries_of(rules: Format, config: TransfoXLConfig, weights: Iterable[str]) -> list[Entry]:
-    """Those of a model with these weights: a classifier has no softmax, and a language model no score."""
+    """Entries of a model with these weights: a classifier has no softmax, and a language model no score."""
     there = set(weights)
     return [entry for entry in entries(rules, config) if there.issuperset(entry.targets)]
 
 
 def is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are one, by their memory or else by their values; NaN equals NaN."""
+    """Whether two tensors share memory or have equal values; NaN equals NaN."""
     if tensor.shape != other.shape:
         return False
     if tensor.data_ptr() == other.data_ptr() or torch.equal(tensor, other):
@@ -156,13 +156,13 @@ def is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinity. Needs no further memory, however large the tensor."""
+    """Whether a tensor holds neither NaN nor infinity. Copies tensors of 8-bit types only."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     if tensor.dtype.itemsize == 1:
-        # eight bits have no order of their own here
+        # 8-bit floating-point types cannot be compared
         tensor = tensor.float()
-    # NaN anywhere makes both NaN
+    # if any element is NaN, both are
     return all(math.isfinite(bound.item()) for bound in torch.aminmax(tensor))
 
 
@@ -171,35 +171,35 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 @dataclass
 class Account:
-    """What became of every tensor of a source and of every weight of a model; `Fitting` fills it."""
+    """Accounts for every tensor of a source and every weight of a model; filled by `Fitting`."""
 
     used: list[str] = field(default_factory=list)
-    """Tensors that became weights."""
+    """Tensors that were converted to weights."""
     repeated: dict[str, str] = field(default_factory=dict)
     """Further names of tied weights: name -> the name that it repeats."""
     ignored: dict[str, list[str]] = field(default_factory=dict)
-    """Reason -> the tensors that are left out for it."""
+    """Reason -> the tensors left out for it."""
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misshaped: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
-    """Further names with other values than the tensor that they should repeat."""
+    """Further names whose values differ from the tensor that they should repeat."""
     unfilled: list[str] = field(default_factory=list)
-    """Weights of the model that no rule of the format gives."""
+    """Weights of the model that no rule of the format provides."""
     nonfinite: list[str] = field(default_factory=list)
-    """Tensors that became weights and hold NaN or infinity."""
+    """Converted tensors that hold NaN or infinity."""
 
     def raise_if_nonfinite(self) -> None:
         """Raise one `ValueError` that names every tensor with NaN or infinity."""
         if self.nonfinite:
             raise ValueError(
                 "The tensors must be finite, but these hold NaN or infinity: "
-                f"{', '.join(f'`{name}`' for name in self.nonfinite)}. Such a model predicts NaN wherever it reads "
-                "them; to convert it as it is, pass `allow_nonfinite=True` (`--allow-nonfinite`)."
+                f"{', '.join(f'`{name}`' for name in self.nonfinite)}. A model with them predicts NaN; "
+                "to convert it as it is, pass `allow_nonfinite=True` (`--allow-nonfinite`)."
             )
 
     def raise_if_incomplete(self) -> None:
-        """Raise one `ValueError` that names everything that does not fit."""
+        """Raise one `ValueError` that names every tensor that does not fit."""
         problems = {
             "missing": self.missing,
             "unexpected": self.unexpected,
@@ -225,11 +225,11 @@ class Account:
 
 
 class Fitting:
-    """A source fitted to a model: what each of its tensors is, known before any of them is read.
+    """A source matched with a model: the role of each of its tensors, before any of them is read.
 
     Args:
         rules (`Format`): The names of the source's format.
-        config (`TransfoXLConfig`): The model that is to be filled.
+        config (`TransfoXLConfig`): Configuration of the model.
         found (`dict[str, tuple[int, ...]]`): Name and shape of every tensor of the source.
         wanted (`dict[str, tuple[int, ...]]`): Name and shape of every weight of the model, tied ones once.
     """
@@ -242,7 +242,7 @@ class Fitting:
             weights = [torch.empty(wanted[target], device="meta") for target in entry.targets]
             tensors = entry.layout.to_source(weights, config)
             self.expected |= {name: tuple(tensor.shape) for name, tensor in zip(entry.sources, tensors, strict=True)}
-        # first name -> the name under which it is there; a tied weight may be left under a further name only
+        # first name -> the name in the source, since a tied weight may be stored under a further name only
         self.names = {name: name for name in self.expected if name in found}
         self.account = Account(
             unfilled=sorted(set(wanted) - {target for entry in self.entries for target in entry.targets})
@@ -268,7 +268,7 @@ class Fitting:
                 self.account.misshaped.append(f"`{self.names[name]}` {actual} where {shape} is needed")
 
     def read(self, sources: Mapping[str, torch.Tensor], allow_nonfinite: bool = False) -> State:
-        """The weights of the model; each tensor of the source is read once, repeated ones are compared.
+        """The weights of the model; each tensor of the source is read once, and repeated ones are compared.
 
         Args:
             sources (`Mapping[str, torch.Tensor]`): The tensors of the source.
@@ -292,7 +292,7 @@ class Fitting:
                 name for name, tensor in zip(names, tensors, strict=True) if not is_finite(tensor)
             ]
             if self.account.nonfinite and not allow_nonfinite:
-                # the rest is only looked through for its names
+                # the rest is read for the names in the message only
                 state.clear()
                 continue
             state |= dict(zip(entry.targets, entry.layout.to_target(tensors, self.config), strict=True))
@@ -302,7 +302,7 @@ class Fitting:
 
 
 def to_source(rules: Format, config: TransfoXLConfig, weights: Mapping[str, torch.Tensor]) -> State:
-    """The tensors of a source that holds these weights, tied ones once: the inverse of `Fitting.read`."""
+    """The tensors of a source with these weights, tied ones once: the inverse of `Fitting.read`."""
     state: State = {}
     for entry in _entries_of(rules, config, weights):
         tensors = entry.layout.to_source([weights[target] for target in entry.targets], config)

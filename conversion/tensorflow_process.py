@@ -1,9 +1,8 @@
 """The process that reads TensorFlow checkpoints for `read_tensorflow.py`; run as a script, never imported.
 
-It answers one line of JSON with another. `{"open": prefix}` gives `{"variables": {name: [dtype, shape]}}`, and
+It answers each line of JSON with another. `{"open": prefix}` gives `{"variables": {name: [dtype, shape]}}`, and
 `{"read": name}` gives `{"size": bytes}` and that many bytes: a variable of the checkpoint opened last. `{"error":
-reason}` answers what cannot be read. Apart since TensorFlow stops its process on some malformed files, and since its
-memory goes with it.
+reason}` reports failures. A separate process, since TensorFlow aborts on some malformed files, and to free its memory.
 """
 
 import json
@@ -13,7 +12,7 @@ from typing import Any
 
 
 def main() -> None:
-    # whatever else prints must not reach the one who asked
+    # other output must not reach the caller
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
 
@@ -31,7 +30,7 @@ def main() -> None:
         request = json.loads(line)
         try:
             if "open" in request:
-                # TensorFlow takes the path for a pattern in which brackets are special; there are none in the name
+                # TensorFlow takes the path for a pattern in which brackets are special; the name has none
                 folder, name = os.path.split(request["open"])
                 os.chdir(folder)
                 reader = NewCheckpointReader(f"./{name}")

@@ -1,4 +1,4 @@
-"""Reads the small text files that lie beside weights and vocabularies; what cannot be read is named with its file."""
+"""Reads the small text files beside weights and vocabularies; errors name the file."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def read_text(file: Path) -> str:
-    """A text in UTF-8, without the mark that some editors put before it.
+    """A text in UTF-8, without a byte-order mark.
 
     Raises:
-        ValueError: if it is another encoding or cannot be read.
+        ValueError: if the encoding differs or the file cannot be read.
     """
     try:
         return file.read_text(encoding="utf-8-sig")
@@ -18,14 +18,14 @@ def read_text(file: Path) -> str:
 
 
 def read_json(file: Path) -> Any:
-    """What a JSON file holds.
+    """The value in a JSON file.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not JSON.
     """
     try:
         return json.loads(read_text(file))
-    # objects in objects in … end in the second
+    # deeply nested objects raise the second
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{file} must be a JSON file, but cannot be read: {error}") from error
 

@@ -1,12 +1,12 @@
-"""What the pickles inside PyTorch files may name, and what becomes of it: tensors, plain containers, stored objects.
+"""The names that pickles in PyTorch files may hold, and what they become: tensors, containers, stored objects.
 
-The lists below are all that the Transformer-XL codes and transformers' old tokenizer wrote. A pickle is read twice:
-`survey` goes through it, refuses it if it names anything else, and learns which storages it needs; only then does
-`build` make tensors. No name is ever imported: the functions of torch and Python that rebuild an object have stand-ins
+The lists below are all names that the Transformer-XL codes and transformers' old tokenizer wrote. A pickle is read
+twice: `survey` refuses it if it names anything else and collects the storages that it needs; only then does `build`
+make tensors. No name is ever imported: the functions of torch and Python that rebuild an object have stand-ins
 here, and an object of a listed class becomes a `StoredObject`, so the code that wrote the file need not be there.
 
-Apart from `restricted_pickle.py`, which knows no tensors, and from `read_pytorch.py`, which knows how pickles and
-storages lie in a file. The stand-ins follow `torch/_utils.py`.
+`restricted_pickle.py` interprets pickles without knowledge of tensors, and `read_pytorch.py` reads the file formats
+that contain pickles and storages. The stand-ins follow `torch/_utils.py`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor
 
 from .restricted_pickle import PickleReader, StoredName, StoredObject, UnsafeFileError, check_keys, printable
 
-# torch handles more, no checkpoint has them
+# torch supports more, but no checkpoint has them
 MAX_DIMENSIONS = 32
 # beyond the size of any storage; an axis of length 1 may have any stride, as it is never used
 MAX_STRIDE = 2**40
-# of a tensor without any, had it one: torch multiplies sizes in 64 bits
+# bound on the product of the nonzero sizes: torch multiplies them in 64 bits
 MAX_ELEMENTS = 2**62
 
 ELEMENT_TYPES = {
@@ -126,7 +126,7 @@ def make_dict(pairs: Any = ()) -> dict[Any, Any]:
 
 
 def make_defaultdict(default: Any = None, pairs: Any = ()) -> dict[Any, Any]:
-    """The items of a `defaultdict`; what it would have made of an unknown key is not kept."""
+    """The items of a `defaultdict`, without its default."""
     return make_dict(pairs)
 
 
@@ -138,7 +138,7 @@ def make_set(items: Any = (), kind: type = set) -> Any:
 
 
 def make_bytes(text: Any, encoding: Any) -> bytes:
-    """Protocols 0 to 2 have no bytes; Python 3 writes them as a text that is to be encoded."""
+    """Bytes in protocols 0 to 2, which Python 3 writes as a string to encode."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
         raise ValueError("encodes something else than bytes")
     try:
@@ -148,7 +148,7 @@ def make_bytes(text: Any, encoding: Any) -> bytes:
 
 
 def make_no_bytes() -> bytes:
-    """How protocols 0 to 2 write bytes of length 0."""
+    """Empty bytes in protocols 0 to 2."""
     return b""
 
 
@@ -176,7 +176,7 @@ CONTAINERS: dict[str, Callable[..., Any]] = {
     "copyreg._reconstructor": make_old_object,
     "torch.Size": make_size,
 }
-# the base of an old object, factories of a `defaultdict`, and storages: named, but nothing can be made of them
+# the base of an old object, factories of a `defaultdict`, and storages: may be named, but not called
 ONLY_NAMED = {"builtins.object", "builtins.list", "builtins.dict", "builtins.int", *STORAGE_TYPES}
 
 
@@ -191,7 +191,7 @@ def make_tensor(
 ) -> Tensor:
     """`torch._utils._rebuild_tensor_v2`, and `_rebuild_tensor` before it.
 
-    Offset, sizes and strides count elements of `storage`. Whether a gradient was wanted, and hooks, are not kept.
+    Offset, sizes and strides count elements of `storage`. `requires_grad` and hooks are not kept.
     """
     if not isinstance(storage, Storage):
         raise ValueError(f"makes a tensor over {type(storage).__name__}")
@@ -215,7 +215,7 @@ def make_tensor(
 
 
 def make_parameter(tensor: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> Tensor:
-    """A parameter, as the tensor it holds."""
+    """The tensor of a parameter."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"makes a parameter of {type(tensor).__name__}")
     return tensor
@@ -239,7 +239,7 @@ def refuse_call(path: str, *arguments: Any) -> Any:
 
 
 def make_name(path: str, makers: Mapping[str, Callable[..., Any]]) -> Any:
-    """What stands for a name on the stack: a type of elements, or what a call of it gives."""
+    """The value that a name puts on the stack: a dtype, or a stand-in with the function to call."""
     if path in DTYPES:
         return DTYPES[path]
     if path in makers:
@@ -261,7 +261,7 @@ def is_listed(module: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class StorageRecord:
-    """What a pickle says of a storage: the type of its elements and their number."""
+    """Description of a storage in a pickle: the type of its elements and their number."""
 
     dtype: torch.dtype
     numel: int
@@ -273,9 +273,9 @@ class StorageRecord:
 
 
 def parse_storage(identifier: Any) -> tuple[str, StorageRecord, slice]:
-    """Key and record of a storage, and the part of it that is meant.
+    """Key and record of a storage, and the part of it that is referred to.
 
-    An identifier is `("storage", type, key, device, numel)`; the device does not matter here. Files of the first
+    An identifier is `("storage", type, key, device, numel)`; the device is ignored. Files of the first
     releases may add `(key, offset, numel)` of a part.
     """
     if type(identifier) is not tuple or len(identifier) not in (5, 6) or identifier[0] != "storage":
@@ -318,7 +318,7 @@ class Survey:
 
 
 def survey(data: bytes | mmap, start: int) -> Survey:
-    """Go through the pickle at byte `start` of `data`, without its tensors.
+    """Read the pickle at byte `start` of `data` without building tensors.
 
     Raises `UnsafeFileError` with the names that are not listed, and `ValueError` if it is no valid pickle.
     """

@@ -1,7 +1,6 @@
-"""Compares a converted model with recorded outputs of its source, or with a slow reading of the same weights.
+"""Compares a converted model with recorded outputs of its source, or with the slow reference on the same weights.
 
-The model is the one that was written, loaded again through transformers; so names, ties, settings and files are under
-test together.
+The written model is loaded again through transformers, so names, ties, settings and files are tested together.
 """
 
 import math
@@ -13,29 +12,29 @@ import torch
 from tqdm.auto import tqdm
 
 from hf_txl import TransfoXLForCausalLM, TransfoXLMemory, TransfoXLPreTrainedModel
-
-from .slow_kinds import slow_model_of
+from hf_txl.arguments_transfo_xl import check_ids
+from hf_txl.reference.kinds import slow_model_of
 
 # Two correct float32 programs differ by up to 1e-5 on the recorded cases and somewhat more in larger models. Mistakes
-# cost 4e-3 (the epsilon of the layer norms) or 0.1 and more (everything else that was tried).
+# change outputs by 4e-3 (the epsilon of the layer norms) or by 0.1 and more (all others that were tried).
 TOLERANCE = 1e-4
 
 Differences = dict[str, float]
-"""What was compared -> its largest absolute difference."""
+"""Name of the output -> its largest absolute difference."""
 
 
 def verify_recorded(
     model: TransfoXLForCausalLM, recorded: Mapping[str, torch.Tensor], **lengths: Any
 ) -> dict[str, Differences]:
-    """Read recorded segments, the memory carried from one to the next, and compare what comes out.
+    """Read recorded segments, with the memory carried from one to the next, and compare the outputs.
 
     Args:
         model (`TransfoXLForCausalLM`): The model, float32.
         recorded (`Mapping[str, torch.Tensor]`):
-            For segment k = 0, 1, …: `seg{k}.input_ids` (batch, time), and what is to be compared:
+            For segment k = 0, 1, …: `seg{k}.input_ids` (batch, time), and outputs to compare:
             `seg{k}.target` with `seg{k}.nll` (batch, scored), nats of the last tokens of a segment in token order;
             `seg{k}.prediction_scores` (batch, time, vocabulary); `last.logprobs` (batch, scored, vocabulary), of the
-            last segment. Several runs have their name and a dot before each of these.
+            last segment. If there are several runs, each of these names is prefixed by that of its run and a dot.
         lengths:
             Arguments of [`TransfoXLMemory`] that differ from the model's configuration (`mem_len`, `clamp_len`, …).
 
@@ -92,7 +91,7 @@ def _verify_run(
 
 
 def _check_numbers(recorded: Mapping[str, torch.Tensor], run: str) -> None:
-    """Every segment must be read, so that none may be left out before another."""
+    """Refuse gaps between segments, since every one must be read."""
     found = {int(match[1]) for name in recorded if (match := re.match(rf"{re.escape(run)}seg(\d+)\.", name))}
     for number in range(len(found)):
         if f"{run}seg{number}.input_ids" not in recorded:
@@ -106,10 +105,7 @@ def _ids(recorded: Mapping[str, torch.Tensor], name: str, vocab_size: int) -> to
             f"`{name}` of `recorded` must be whole numbers of shape (batch, time), but is {tuple(ids.shape)} of "
             f"{ids.dtype}."
         )
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        raise ValueError(
-            f"`{name}` of `recorded` must be ids from 0 to {vocab_size - 1}, but is from {ids.min()} to {ids.max()}."
-        )
+    check_ids(f"recorded[{name!r}]", ids, vocab_size)
     return ids.long()
 
 
@@ -131,15 +127,15 @@ def verify_with_source(
     seed: int = 0,
     progress: bool = True,
 ) -> Differences:
-    """Compare a model with a float64 double loop over the source's weights, on random ids of all buckets.
+    """Compare a model with a float64 double loop over the source's weights, on random ids of every bucket.
 
     Args:
         model (`TransfoXLPreTrainedModel`): A causal language model or a bare one, float32.
-        weights (`Mapping[str, torch.Tensor]`): The weights as they were read, under published names.
-        batch_size, segments: Rows, and tokens of each segment; the memory goes from one to the next.
-        max_mem_len (`int`, defaults to 7): The memory is the configuration's, but no longer than this.
-        seed (`int`, defaults to 0): Of the ids.
-        progress (`bool`, defaults to `True`): Whether to show a bar.
+        weights (`Mapping[str, torch.Tensor]`): The weights of the source, under published names.
+        batch_size, segments: Rows, and the length of each segment; the memory is carried from one to the next.
+        max_mem_len (`int`, defaults to 7): Upper bound of the memory length, which else is the configuration's.
+        seed (`int`, defaults to 0): Seed of the ids.
+        progress (`bool`, defaults to `True`): Whether to show a progress bar.
 
     Returns:
         `dict[str, float]`: the largest difference of hidden states (relative to the largest of them) and, where the
@@ -151,7 +147,7 @@ def verify_with_source(
     memory, slow_memory = TransfoXLMemory(config, **lengths), reference.new_memory(batch_size, **lengths)
     generator = torch.Generator().manual_seed(seed)
     differences = {"hidden states": 0.0}
-    # on terminals only
+    # None shows it on terminals only
     hidden = None if progress else True
     for length in tqdm(segments, desc="comparing with the reference", unit="segment", disable=hidden):
         input_ids = _ids_of_all_buckets(config.bucket_ends, (batch_size, length), generator)
@@ -169,7 +165,7 @@ def verify_with_source(
 
 
 def _largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Infinite where either is not finite: NaN compares with nothing, so it must not pass for agreement."""
+    """Largest absolute difference, infinite if either holds NaN or infinity, which must not pass for agreement."""
     ours, theirs = ours.double(), theirs.double()
     if not (ours.isfinite().all() and theirs.isfinite().all()):
         return math.inf
@@ -177,7 +173,7 @@ def _largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _ids_of_all_buckets(ends: list[int], shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
-    """Ids whose buckets come in turn, so that each is there."""
+    """Random ids that cycle through the buckets, so that each occurs."""
     starts = torch.tensor([0, *ends[:-1]])
     buckets = (torch.arange(shape[0] * shape[1]) % len(ends)).view(shape)
     first, end = starts[buckets], torch.tensor(ends)[buckets]

@@ -1,6 +1,6 @@
-"""Reads the vocabulary of an old checkpoint or corpus, with what is needed to cut a text as its own code did.
+"""Reads the vocabulary of an old checkpoint or corpus, with the settings to tokenize text as its own code did.
 
-Vocabularies were kept in many ways, mostly as pickles: the whole corpus (`cache.pt`, `cache.pkl`), the attributes of a
+Vocabularies were stored in many ways, mostly as pickles: the whole corpus (`cache.pt`, `cache.pkl`), attributes of a
 tokenizer (`vocab.pkl`, `vocab.bin`), a list of words (`vocab.txt`, `1b_word_vocab.txt`). Their classes are `Vocab` of
 `utils/vocabulary.py` and `Corpus` of `data_utils.py` in kimiyoung/transformer-xl (of the same names in its TensorFlow
 code and in NVIDIA's), and `TransfoXLTokenizer` of transformers 2 to 4. None of them is imported.
@@ -20,30 +20,30 @@ from hf_txl.tokenization_transfo_xl import END_TOKENS, UNKNOWN_TOKENS, TransfoXL
 from .read_pytorch import StoredObject, read_file
 from .text_files import read_json, read_json_object, read_text
 
-# what is looked for in a folder, the surest first: a corpus says more than a list
+# files to look for in a folder, the most informative first: a corpus has settings, a list has none
 FILES = ("cache.pt", "cache.pkl", "vocab.pkl", "vocab.bin", "1b_word_vocab.txt", "vocab.txt", "vocab.json")
 CORPUS_INFO = "corpus-info.json"
-# files in which transformers kept the names of special tokens, and the tokens that were added to a vocabulary
+# files in which transformers stored the names of special tokens, and the tokens added to a vocabulary
 SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 ADDED_TOKENS = "added_tokens.json"
-# how a vocabulary of bytes calls them
+# names of bytes in a vocabulary of bytes
 BYTES = frozenset(map(str, range(256)))
-# what the tokenizer of transformers treats as special where its files name nothing else
+# special tokens of the tokenizer of transformers by default
 LEGACY_SPECIAL = ("<formula>",)
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The symbols of a vocabulary and the settings of the code that it comes from.
+    """The symbols of a vocabulary and the tokenization settings of the code that it comes from.
 
     Args:
         symbols (`list[str]`): Index = id.
-        mode (`str`): How that code cuts text, a mode of [`TransfoXLTokenizer`].
+        mode (`str`): How that code splits text, a mode of [`TransfoXLTokenizer`].
         lower_case (`bool`): Whether it lower-cases text first.
-        unk_token (`str`, *optional*): The token of unknown symbols. None: the original stops at such a symbol.
+        unk_token (`str`, *optional*): The token of unknown symbols. None: the original code raises for such a symbol.
         eos_token (`str`, *optional*): The token at the end of a line or sentence.
-        line_start, line_end (`str`, *optional*): What it puts before and after every line of a file.
-        pad_token (`str`, *optional*): The token that fills up short rows.
+        line_start, line_end (`str`, *optional*): Tokens that it adds before and after every line of a file.
+        pad_token (`str`, *optional*): The padding token.
         extra_special_tokens (`tuple[str, ...]`): Further tokens that are never split.
         added_tokens (`tuple[str, ...]`):
             Tokens that transformers added behind the symbols. Not every model has rows for them; see `of_size`.
@@ -64,7 +64,7 @@ class Vocabulary:
         return len(self.symbols)
 
     def of_size(self, size: int) -> Vocabulary:
-        """With the added tokens, if a model with so many ids has rows for them."""
+        """The vocabulary with the added tokens, if that gives `size` symbols."""
         if not self.added_tokens or len(self) + len(self.added_tokens) != size:
             return self
         return replace(
@@ -76,7 +76,7 @@ class Vocabulary:
 
     @property
     def raw_mode(self) -> str:
-        """The mode for text that nobody has prepared: the original's scripts did that before its own code."""
+        """The mode for raw text; the original's mode takes text that its scripts have prepared."""
         special = {self.unk_token, self.eos_token, self.pad_token, *self.extra_special_tokens}
         ordinary = set(self.symbols) - special
         if ordinary <= BYTES:
@@ -89,7 +89,7 @@ class Vocabulary:
         return TransfoXLTokenizer.from_vocabulary(
             self.symbols,
             mode,
-            # the original lower-cased the numbers of bytes, which changes nothing
+            # the original lower-cased the decimal numbers of bytes, without effect
             lower_case=self.lower_case and mode != "bytes",
             unk_token=self.unk_token,
             eos_token=self.eos_token,
@@ -129,13 +129,13 @@ def read_vocabulary(source: Any) -> Vocabulary:
         stored = read_json(path)
         symbols = _symbols({"sym2idx": stored}, str(path)) if isinstance(stored, dict) else stored
         vocabulary = _from_symbols(symbols, str(path))
-        # no code prepared text for such a list, so a list of characters is for text as it is
+        # no script prepared text for such a list, so characters are those of raw text
         return replace(vocabulary, mode="characters") if vocabulary.raw_mode == "characters" else vocabulary
     return _from_object(read_file(path), str(path), _settings_beside(path))
 
 
 def describe(vocabulary: Vocabulary, tokenizer: TransfoXLTokenizer, mode: str | None) -> str:
-    """What a tokenizer is, and which mode takes raw text where that of the vocabulary's code does not."""
+    """Description of a tokenizer, with the mode for raw text if the vocabulary's mode needs prepared text."""
     sentence = f"{len(vocabulary)} symbols, mode `{tokenizer.mode}`"
     if mode is None and vocabulary.raw_mode != vocabulary.mode:
         sentence += f" for text prepared as the original's was (`{vocabulary.raw_mode}` takes raw text)"
@@ -143,7 +143,7 @@ def describe(vocabulary: Vocabulary, tokenizer: TransfoXLTokenizer, mode: str | 
 
 
 def is_word_list(path: Path) -> bool:
-    """Whether a file is a vocabulary written as text: by its name, or by its form if it is JSON."""
+    """Whether a file is a vocabulary in text form: by its name, or by its contents if it is JSON."""
     if path.suffix != ".json" or not path.is_file():
         return path.suffix == ".txt"
     stored = read_json(path)
@@ -152,7 +152,7 @@ def is_word_list(path: Path) -> bool:
 
 
 def is_vocabulary(stored: Any) -> bool:
-    """Whether what a file holds is a vocabulary or a corpus, and not a model or a checkpoint that has one."""
+    """Whether the contents of a file are a vocabulary or a corpus, not a model or checkpoint that contains one."""
     if not isinstance(stored, StoredObject):
         return isinstance(stored, Mapping) and "sym2idx" in stored
     corpus = stored.state.get("vocab") if isinstance(stored.state, Mapping) else None
@@ -172,7 +172,7 @@ def _find(folder: Path) -> Path:
 
 
 def _with_corpus_info(path: Path) -> Vocabulary:
-    """The file of the TensorFlow code that gives the size of a vocabulary, which is in a file beside it."""
+    """The vocabulary beside `corpus-info.json` of the TensorFlow code, which states its size."""
     file = _find(path.parent)
     vocabulary = read_vocabulary(file)
     stated = read_json_object(path).get("vocab_size")
@@ -184,7 +184,7 @@ def _with_corpus_info(path: Path) -> Vocabulary:
 
 
 def _read_lines(path: Path) -> list[str]:
-    """The first word of every line, as the original reads it: what follows may be a count."""
+    """The first word of every line, as the original code reads it; a count may follow."""
     words = [line.split(maxsplit=1)[:1] for line in read_text(path).rstrip("\n").split("\n")]
     if [] in words:
         raise ValueError(f"{path}: line {words.index([]) + 1} must hold a symbol, but is blank.")
@@ -210,7 +210,7 @@ def _from_object(stored: Any, name: str, settings: Mapping[str, Any]) -> Vocabul
     symbols = _symbols(attributes, name)
     if isinstance(stored, StoredObject):
         return _from_symbols(symbols, name, mode="pretokenized", settings=attributes)
-    # transformers stored the attributes alone, and what its other files say came before them
+    # transformers stored the attributes only; its other files take precedence
     named = attributes.get("_special_tokens_map")
     named = named if isinstance(named, Mapping) else {}
     settings = {"additional_special_tokens": LEGACY_SPECIAL, **attributes, **named, **settings}
@@ -218,7 +218,7 @@ def _from_object(stored: Any, name: str, settings: Mapping[str, Any]) -> Vocabul
 
 
 def _symbols(attributes: Mapping[str, Any], name: str) -> list[str]:
-    """The symbols in the order of their ids, which is stored twice, but not by every release of transformers."""
+    """The symbols in the order of their ids, which most releases of transformers stored twice."""
     sym2idx, idx2sym = attributes["sym2idx"], attributes.get("idx2sym")
     if not isinstance(sym2idx, Mapping) or not all(type(index) is int for index in sym2idx.values()):
         raise ValueError(f"{name}: `sym2idx` must give a whole number for each symbol, but does not.")
@@ -233,13 +233,13 @@ def _symbols(attributes: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _from_symbols(symbols: Any, name: str, mode: str = "pretokenized", settings: Mapping[str, Any] = {}) -> Vocabulary:
-    """Complete the settings by what the symbols are: the original code asks for the same names."""
+    """Complete the settings by the special tokens among the symbols, which the original code looks up by name."""
     if not isinstance(symbols, list) or not symbols or not all(isinstance(symbol, str) for symbol in symbols):
         raise ValueError(f"{name}: a vocabulary must be a list of texts, at least one, but is not.")
     known = set(symbols)
     if len(known) < len(symbols):
         repeated = [symbol for symbol, count in Counter(symbols).items() if count > 1]
-        raise ValueError(f"{name}: symbols must differ from each other, but these are repeated: {repeated[:10]}.")
+        raise ValueError(f"{name}: symbols must be distinct, but these are repeated: {repeated[:10]}.")
     delimiter = settings.get("delimiter")
     if delimiter not in (None, ""):
         raise ValueError(f"{name}: `delimiter` must be None (white space) or empty, but is {delimiter!r}.")
@@ -268,7 +268,7 @@ def _from_symbols(symbols: Any, name: str, mode: str = "pretokenized", settings:
 
 
 def _added(ids: Mapping[str, Any], symbols: list[str], name: str) -> tuple[str, ...]:
-    """The tokens behind a vocabulary in the order of their ids; the file may repeat some of its own."""
+    """The added tokens in the order of their ids, without those that are in the vocabulary already."""
     new = {token: index for token, index in ids.items() if token not in symbols}
     whole = all(type(index) is int for index in new.values())
     if not whole or sorted(new.values()) != list(range(len(symbols), len(symbols) + len(new))):
@@ -279,7 +279,7 @@ def _added(ids: Mapping[str, Any], symbols: list[str], name: str) -> tuple[str, 
 
 
 def _text_of(token: Any) -> str | None:
-    """A token that transformers wrote as a text, or with its properties."""
+    """A token that transformers stored as a string, or with its properties."""
     if isinstance(token, StoredObject):
         token = token.state
     if isinstance(token, Mapping):

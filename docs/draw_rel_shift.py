@@ -1,7 +1,7 @@
-"""Draws `images/rel_shift.png` of `positions.md`: scores by distance become scores by key without moving a number.
+"""Draws `images/rel_shift.png` of `positions.md`: scores by distance are viewed as scores by key, without a copy.
 
-Run with `python docs/draw_rel_shift.py`. What is drawn goes through `align_relative_scores` itself: the script sends
-the numbers of the cells through it and labels the result by what comes out.
+Run with `python docs/draw_rel_shift.py`. The script passes the cell numbers through `align_relative_scores` and labels
+the cells with the result.
 """
 
 from pathlib import Path

@@ -1,24 +1,24 @@
 """The paper's ablation at toy size: every position encoding, with and without recurrence, with full and half loss.
 
-Section 4.2 of [Dai et al., 2019](https://arxiv.org/abs/1901.02860) trains one model with one part exchanged at a time
-and evaluates each at the attention length that suits it best. Here all 24 combinations of six encodings, recurrence
-and loss are trained on the text in the package, one token per character, with the same seed, batches and steps and
-with equally many parameters within 5 %. Each is then evaluated at 1, 2, 4 and 8 times the attention length that it was
-trained with. What can be compared with the paper at this size is the order, not the values.
+Section 4.2 of [Dai et al., 2019](https://arxiv.org/abs/1901.02860) trains a model with one component exchanged at a
+time and evaluates each variant at its best attention length. Here all 24 combinations of six encodings, recurrence and
+loss are trained on the text in the package, one token per character, with the same seed, batches and steps and with
+the same number of parameters within 5 %. Each is then evaluated at 1, 2, 4 and 8 times its training attention length.
+At this size only the order can be compared with the paper, not the values.
 
     python examples/ablation.py            # at most half an hour on two cores; writes to docs/results
-    python examples/ablation.py --quick    # a minute: whether all of it runs; its numbers mean nothing
+    python examples/ablation.py --quick    # a minute, to check that everything runs; the numbers mean nothing
 
-A finished cell is kept in `cells/`, so an interrupted run goes on where it stopped, and a cell is trained again only
-if a setting is another one. Needs matplotlib.
+Finished cells are saved in `cells/`: an interrupted run resumes after the last finished cell, and a cell is trained
+again only if its settings have changed. Needs matplotlib.
 
-How a cell is trained: with recurrence, segments of L characters and a memory of L, so that a character sees at most
-2L; without, segments of L each on their own. Half loss leaves the first half of each segment out of the loss.
+Training: with recurrence, segments of L characters and a memory of L, so that a character attends to at most 2L;
+without recurrence, independent segments of L. Half loss excludes the first half of each segment from the loss.
 
-How it is evaluated: at attention length A every scored character is one that the training scored with either loss,
-one in the recent half of what a call reads. With recurrence the calls read L / 2 characters after a memory of
-A - L / 2; without, they read A characters and score the last A / 2, and calls overlap by that much. The characters
-are the same for all cells and lengths: those of each row after the first `8 * 2L`, where no memory is still filling.
+Evaluation: at attention length A, the scored characters are those in the recent half of a call, which both losses
+train. With recurrence, calls read L / 2 characters with a memory of A - L / 2; without, calls of A characters overlap
+by half, and the last A / 2 are scored. All cells and lengths score the same characters: those of each row after the
+first `8 * 2L`, where every memory is full.
 """
 
 import functools
@@ -51,7 +51,7 @@ from hf_txl.scoring import evaluate_stream
 from hf_txl.tokenization_transfo_xl import build_vocabulary
 
 KINDS = ("transformer_xl", "learned_relative", "shaw", "huang", "absolute_sinusoid", "absolute_learned")
-# raise it when what a cell means changes, so that cells of an earlier version are not kept
+# increase it when the meaning of a cell changes, so that saved cells of an earlier version are not used
 CELL_FORMAT = 1
 
 # WikiText-103, 128M parameters: best perplexity and the attention length that gave it (Table 6). "Shaw et al." of the
@@ -71,21 +71,21 @@ PAPER = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What all cells share.
+    """Settings that all cells share.
 
     Args:
         steps (`int`): Optimizer steps.
         batch_size (`int`): Rows read in parallel.
         segment_length (`int`): L, characters per row and step, and memory where there is recurrence; even.
         n_layer, d_model, n_head (`int`): Size of the model.
-        d_inner (`int`): Width of the feed-forward layer of `transformer_xl`; the others' follows from its parameters.
-        shaw_distance (`int`): Distance to which `shaw` clips; 16 in Shaw et al. The other tables are as long as the
-            attention in training.
-        learning_rate (`float`): Highest learning rate of Adam; it rises in the first 5 % of the steps and falls as a
+        d_inner (`int`): Width of the feed-forward layer of `transformer_xl`; those of the others match its parameter
+            count.
+        shaw_distance (`int`): Largest distance of `shaw`; 16 in Shaw et al. Other tables have the training length.
+        learning_rate (`float`): Highest learning rate of Adam; linear warm-up in the first 5 % of the steps, then a
             cosine.
-        clip (`float`): Largest norm of the gradient.
-        seed (`int`): Of the weights; the text is read in order.
-        multiples (`tuple[int, ...]`): Attention lengths of the evaluation, in attention lengths of the training.
+        clip (`float`): Gradients are clipped to this norm.
+        seed (`int`): Seed of the weights; the text is read in order.
+        multiples (`tuple[int, ...]`): Attention lengths of the evaluation, as multiples of the training's.
         evaluation_rows (`int`): Rows read in parallel in an evaluation.
         evaluation_length (`int`): Characters of each row that are scored.
     """
@@ -126,7 +126,7 @@ QUICK = Settings(
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination; `recurrence` means a memory as long as the segment."""
+    """One combination of settings; `recurrence` means a memory as long as the segment."""
 
     kind: str
     recurrence: bool
@@ -137,7 +137,7 @@ class Cell:
         return f"{self.kind}-{'recurrence' if self.recurrence else 'no_recurrence'}-{self.loss}"
 
     def attention_length(self, settings: Settings) -> int:
-        """Characters that one sees at most in training, itself included."""
+        """Largest number of characters that a query attends to in training, itself included."""
         return settings.segment_length * (2 if self.recurrence else 1)
 
 
@@ -149,9 +149,9 @@ CELLS = [Cell(kind, recurrence, loss) for loss in ("full", "half") for recurrenc
 
 @functools.cache
 def read_text() -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Ids for training, held-out ids, and the size of the vocabulary."""
+    """Training ids, held-out ids and the size of the vocabulary."""
     text = demo_text()
-    # one token per character: looking it up replaces a tokenizer and is faster; `<unk>` is the last id
+    # one token per character: a dictionary is faster than a tokenizer; `<unk>` is the last id
     symbols = [*build_vocabulary([text], "characters", special=()), "<unk>"]
     vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
     token_ids = torch.tensor([vocabulary[character] for character in text])
@@ -179,22 +179,22 @@ def make_model(cell: Cell, settings: Settings, vocab_size: int, d_inner: int) ->
             mem_len=settings.segment_length if cell.recurrence else 0,
             same_length=False,
             clamp_len=-1,
-            # every distance of the training has a row of its own, except Shaw's
+            # every distance of the training has its own entry, except for Shaw et al.
             max_klen=length,
             max_relative_distance=settings.shaw_distance if cell.kind == "shaw" else length - 1,
             # embeddings of about the size of the sinusoids, whatever the width; 0.02 is for models of width 1024
             init_std=settings.d_model**-0.5,
-            # so short a training does not overfit
+            # a training this short does not overfit
             dropout=0.0,
         )
     )
 
 
 def make_matched_model(cell: Cell, settings: Settings, vocab_size: int) -> TransfoXLForCausalLM:
-    """A model with as many parameters as `transformer_xl`, within 5 %: what tables need, `d_inner` gives."""
+    """A model with as many parameters as `transformer_xl`, within 5 %: `d_inner` compensates for position tables."""
     target = make_model(replace(cell, kind="transformer_xl"), settings, vocab_size, settings.d_inner).num_parameters()
     surplus = target - make_model(cell, settings, vocab_size, settings.d_inner).num_parameters()
-    # one more inner unit: a row, a bias and a column in every layer
+    # an inner unit has a row, a bias and a column in every layer
     d_inner = settings.d_inner + round(surplus / (settings.n_layer * (2 * settings.d_model + 1)))
     model = make_model(cell, settings, vocab_size, d_inner)
     assert abs(model.num_parameters() / target - 1) <= 0.05, (cell.name, model.num_parameters(), target)
@@ -202,7 +202,7 @@ def make_matched_model(cell: Cell, settings: Settings, vocab_size: int) -> Trans
 
 
 def warm_up_and_cosine(steps: int, warmup_steps: int) -> Callable[[int], float]:
-    """Learning rate by step, as a part of the highest: a linear rise that starts above 0, then a cosine to 0."""
+    """Factor of the learning rate by step: a linear warm-up that starts above 0, then a cosine to 0."""
 
     def rate(step: int) -> float:
         if step < warmup_steps:
@@ -219,7 +219,7 @@ def train(
     settings: Settings,
     report: Callable[[int], None],
 ) -> float:
-    """Train in streams; returns the mean loss of the last tenth of the steps, in nats per scored character."""
+    """Train on streams; returns the mean loss of the last tenth of the steps, in nats per scored character."""
     streams = TokenStreams(token_ids, settings.batch_size, settings.segment_length, drop_last=True, loss=cell.loss)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
     rate = warm_up_and_cosine(settings.steps, warmup_steps=max(1, settings.steps // 20))
@@ -227,7 +227,7 @@ def train(
 
     def passes() -> Iterator[tuple[dict[str, torch.Tensor], Any]]:
         while True:
-            # the rows begin again, so what they remember is no longer what precedes them
+            # the streams start again, so the memory no longer holds the characters before them
             memory = model.init_memory(settings.batch_size) if cell.recurrence else None
             for segment in streams.segments():
                 yield segment, memory
@@ -249,7 +249,7 @@ def train(
 def evaluate(
     model: TransfoXLForCausalLM, token_ids: torch.Tensor, cell: Cell, settings: Settings, attention_length: int
 ) -> float:
-    """Mean loss in nats of the held-out characters that are scored, at an attention length."""
+    """Mean loss in nats of the scored held-out characters at an attention length."""
     needed = settings.evaluation_rows * (settings.warm_up + settings.evaluation_length + 1)
     if len(token_ids) < needed:
         raise ValueError(f"The evaluation needs {needed} held-out characters, but there are {len(token_ids)}.")
@@ -257,7 +257,7 @@ def evaluate(
         step = settings.segment_length // 2
         mem_len, ext_len = attention_length - step, 0
     else:
-        # what a call reads besides the scored half is read again
+        # the unscored half of a call is read again
         step = attention_length // 2
         mem_len, ext_len = 0, step
     score = evaluate_stream(
@@ -275,7 +275,7 @@ def evaluate(
 
 
 def identity(cell: Cell, settings: Settings) -> dict[str, Any]:
-    """All that a cell's numbers depend on, as JSON gives it back."""
+    """Everything that the numbers of a cell depend on, after a round trip through JSON."""
     values = {"format": CELL_FORMAT, "text_sha256": text_digest(), **asdict(cell), **asdict(settings)}
     return dict(json.loads(json.dumps(values)))
 
@@ -342,7 +342,7 @@ def versions() -> dict[str, str]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write beside a file, then move into place: it is complete or as it was."""
+    """Write a temporary file and move it into place, so that the file is always complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -357,7 +357,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_cell(path: Path, expected_identity: dict[str, Any]) -> dict[str, Any] | None:
-    """A cell of an earlier run, if there is one and all its settings are these."""
+    """A saved cell, if it exists and has this identity; otherwise `None`."""
     try:
         cell = json.loads(path.read_text(encoding="utf-8"))
         return cell if cell["identity"] == expected_identity else None
@@ -371,7 +371,7 @@ _reports: Any = None
 def _start_process(reports: Any) -> None:
     global _reports
     _reports = reports
-    # one core per cell: so small a model gains nothing from more
+    # one core per cell: a model this small gains nothing from more
     torch.set_num_threads(1)
 
 
@@ -382,13 +382,13 @@ def _run_in_process(cell: Cell, settings: Settings, path: Path) -> dict[str, Any
 
 
 def run_ablation(folder: Path, settings: Settings, processes: int) -> list[dict[str, Any]]:
-    """All cells, in order; those that an earlier run finished with the same settings are not trained again."""
+    """All cells, in order; cells finished by an earlier run with the same settings are not trained again."""
     paths = {cell: folder / "cells" / f"{cell.name}.json" for cell in CELLS}
     results = {cell: read_cell(paths[cell], identity(cell, settings)) for cell in CELLS}
     missing = [cell for cell in CELLS if results[cell] is None]
     typer.echo(f"{len(CELLS) - len(missing)} cells kept, {len(missing)} to train")
     if missing:
-        # a forked process would inherit the threads of torch
+        # a forked process would inherit torch's threads
         context = multiprocessing.get_context("spawn")
         reports = context.Queue()
         executor = ProcessPoolExecutor(processes, context, _start_process, (reports,))
@@ -428,7 +428,7 @@ def paper_value(result: dict[str, Any]) -> tuple[float, int] | None:
 
 
 def same_order(results: list[dict[str, Any]]) -> tuple[int, int]:
-    """Of the pairs of cells that the paper has, how many are in its order here, and how many there are."""
+    """Number of pairs of the paper's cells that are in the same order here, and number of pairs."""
     cells = [
         (value[0], result["best_bits_per_character"])
         for result in results
@@ -439,9 +439,9 @@ def same_order(results: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 def make_table(results: list[dict[str, Any]], settings: Settings) -> str:
-    """Markdown, best cell first."""
+    """The table in Markdown, best cell first."""
     ordered = sorted(results, key=lambda result: result["best_bits_per_character"])
-    # ranks among the cells that the paper has
+    # ranks among the paper's cells
     values = [value for result in ordered if (value := paper_value(result)) is not None]
     ranks = {value: (rank, sorted(values).index(value) + 1) for rank, value in enumerate(values, 1)}
     multiples = " | ".join(f"{multiple}x" for multiple in settings.multiples)
@@ -466,22 +466,22 @@ def make_table(results: list[dict[str, Any]], settings: Settings) -> str:
     length = settings.segment_length
     lines += [
         "",
-        f"Bits per character of {scored:,} held-out characters, at multiples of the attention length in training "
-        f"({2 * length} with recurrence, {length} without), and the best of them with its attention length. "
-        f"Seed {settings.seed}, {settings.steps} steps of {settings.batch_size} x {length} characters. The paper's "
-        "values are word perplexities on WikiText-103 with 128M parameters: only the order can be compared, among the "
-        f"nine cells that the paper has. {agreeing} of their {pairs} pairs are in the paper's order here.",
+        f"Bits per character of {scored:,} held-out characters at multiples of the training attention length",
+        f"({2 * length} with recurrence, {length} without), and the best of them with its attention length.",
+        f"Seed {settings.seed}, {settings.steps} steps of {settings.batch_size} x {length} characters.",
+        "The paper's values are word perplexities on WikiText-103 with 128M parameters, so only the order of its nine",
+        f"cells can be compared: {agreeing} of their {pairs} pairs are in the paper's order here.",
         "",
-        'The paper\'s "Shaw et al." stands beside `learned_relative`, which is what the original code computes under '
-        "that name; `shaw` (the method of Shaw et al. itself) and `huang` have no cell there. Absolute encodings with "
-        "recurrence are an extension of this package: the memory keeps states without positions and is numbered anew "
-        "in every call. The original code adds positions to stored states again and again, and the paper has no such "
-        "cell.",
+        'The paper\'s "Shaw et al." is compared with `learned_relative`, which the original code computes under that',
+        "name. The paper has no cell for `shaw` (the method of Shaw et al. itself), for `huang`, and for absolute",
+        "encodings with recurrence. The last are an extension of this package: the memory stores states without",
+        "positions, and each call adds the current ones. (The original code adds positions to stored states",
+        "repeatedly.)",
     ]
     if settings.steps < Settings().steps:
         lines += [
             "",
-            "Fewer steps than at full setting: this shows that everything runs, not which encoding is better.",
+            "Fewer steps than in the full settings: a check that everything runs, not a comparison.",
         ]
     return "\n".join(lines) + "\n"
 
@@ -497,7 +497,7 @@ LABELS = {
 
 
 def draw(path: Path, results: list[dict[str, Any]], settings: Settings) -> None:
-    """One panel per loss and recurrence, one line per encoding."""
+    """Plot the results: one panel per loss and recurrence, one line per encoding."""
     import io
 
     from matplotlib.figure import Figure
@@ -530,7 +530,7 @@ def draw(path: Path, results: list[dict[str, Any]], settings: Settings) -> None:
 
 
 def write_results(folder: Path, results: list[dict[str, Any]], settings: Settings, processes: int) -> str:
-    """`results.json`, `ablation.md` and `ablation.png`; returns the table."""
+    """Write `results.json`, `ablation.md` and `ablation.png`; returns the table."""
     agreeing, pairs = same_order(results)
     cells = [{name: value for name, value in result.items() if name != "identity"} for result in results]
     table = make_table(results, settings)
@@ -559,20 +559,20 @@ def main(
         typer.Option(help="Folder for results and finished cells.", show_default="docs/results or ablation_quick"),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Tiny models and a few steps: whether all of it runs.")
+        bool, typer.Option("--quick", help="Tiny models and a few steps, to check that everything runs.")
     ] = False,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of each cell.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
     processes: Annotated[int, typer.Option(min=1, help="Cells trained at the same time, one core each.")] = 2,
 ) -> None:
     """Train and evaluate every position encoding with and without recurrence, with full and half loss."""
-    import matplotlib  # noqa: F401  missing now rather than after half an hour
+    import matplotlib  # noqa: F401  fail now if it is missing, not after half an hour
 
     settings = replace(QUICK if quick else Settings(), seed=seed)
     if steps is not None:
         settings = replace(settings, steps=steps)
     if output is None:
-        # numbers that mean nothing must not take the place of those that do
+        # do not overwrite real results with those of a quick run
         output = Path("ablation_quick") if quick else Path(__file__).resolve().parents[1] / "docs" / "results"
     results = run_ablation(output, settings, processes)
     typer.echo("\n" + write_results(output, results, settings, processes))

@@ -1,12 +1,11 @@
-"""Adapt a pretrained Transformer-XL to a text with LoRA: small matrices beside the attention's, all else frozen.
+"""Adapt a pretrained Transformer-XL to a text with LoRA: low-rank matrices in attention, all other weights frozen.
 
     python examples/finetune_lora.py my_model my_text.txt --output my_adapter
     torchrun --nproc_per_node 2 examples/finetune_lora.py …
 
-The adapter is trained with memory, by `TransfoXLTrainer`. The output folder gets the adapter alone, which
-`peft.PeftModel.from_pretrained(model, folder)` puts on the model again, and `losses.json`: the loss of held-out text
-before and after, with the saved adapter, and with the adapter merged into the model, which then needs no peft.
-Needs peft.
+`TransfoXLTrainer` trains the adapter with memory. The output folder holds only the adapter, which
+`peft.PeftModel.from_pretrained(model, folder)` loads, and `losses.json`: the held-out loss before and after the
+training, with the saved adapter, and with the adapter merged into the model (which then needs no peft). Needs peft.
 """
 
 import json
@@ -20,19 +19,20 @@ import typer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_txl
-from hf_txl.corpus import as_tokens, read_tokens, tokenize_corpus
+from hf_txl.corpus import tokenize_corpus
 from hf_txl.scoring import evaluate_stream
 from hf_txl.staging import check_writable, new_or_forced, written_beside
+from hf_txl.token_ids import as_tokens, read_tokens
 from hf_txl.training import TransfoXLTrainer, TransfoXLTrainingArguments
 
-# queries, keys and values in one matrix; their output; the keys of positions, which only some attention kinds have
+# queries, keys and values in one matrix; the output; the relative keys, which only some attention kinds have
 TARGETS = ["qkv_net", "o_net", "r_net"]
-# in nats: what a sum in another order changes; an adapter that was lost or merged wrongly changes far more
+# in nats: above rounding differences, far below the difference of a lost or wrongly merged adapter
 TOLERANCE = 1e-4
 
 
 def load(model: str) -> Any:
-    """The model, if it is one of ours with a loss over tokens."""
+    """Load a Transformer-XL language model; refuse other models."""
     try:
         model_type = AutoConfig.from_pretrained(model).model_type
     except (OSError, ValueError) as error:
@@ -45,7 +45,7 @@ def load(model: str) -> Any:
 
 
 def read_texts(text_file: Path, validation_file: Path | None, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids to train on, and held-out ones: those of the other file, or the last tenth."""
+    """Training ids and held-out ids: those of the validation file, or the last tenth of the text."""
 
     def read(path: Path) -> torch.Tensor:
         return read_tokens(as_tokens(tokenize_corpus(path, tokenizer)))
@@ -60,23 +60,23 @@ def main(
     model: Annotated[str, typer.Argument(help="Folder or Hub name of a pretrained model with its tokenizer.")],
     text_file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="UTF-8 text to train on.")],
     output: Annotated[Path, typer.Option(help="New folder for the adapter.")] = Path("adapter"),
-    force: Annotated[bool, typer.Option("--force", help="Replace what is in that folder.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the contents of that folder.")] = False,
     validation_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Held-out text.", show_default="the last tenth")
     ] = None,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the matrices.")] = 8,
-    alpha: Annotated[float, typer.Option(help="Scale of what they add, divided by the rank.")] = 16,
-    dropout: Annotated[float, typer.Option(min=0, max=1, help="Of the adapter's input.")] = 0.0,
+    alpha: Annotated[float, typer.Option(help="Scale of the adapter, divided by the rank.")] = 16,
+    dropout: Annotated[float, typer.Option(min=0, max=1, help="Dropout of the adapter's input.")] = 0.0,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 500,
     batch_size: Annotated[int, typer.Option(min=1, help="Streams per process.")] = 8,
     segment_length: Annotated[int, typer.Option(min=1, help="Tokens of a segment.")] = 128,
     mem_len: Annotated[
-        int | None, typer.Option(min=0, help="Positions of memory.", show_default="the model's")
+        int | None, typer.Option(min=0, help="Length of the memory.", show_default="the model's")
     ] = None,
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Seed of the matrices and of dropout.")] = 0,
 ) -> None:
-    """Train an adapter, save it, load it again, merge it; show the held-out loss of each."""
+    """Train an adapter, save it, load it, merge it, and print the held-out loss after each."""
     try:
         from peft import LoraConfig, PeftModel, get_peft_model
     except ImportError as error:
@@ -100,7 +100,7 @@ def main(
         LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=TARGETS),
     )
     args = TransfoXLTrainingArguments(
-        # nothing is saved there
+        # the trainer saves nothing there
         output_dir=tempfile.gettempdir(),
         save_strategy="no",
         report_to="none",
@@ -112,7 +112,7 @@ def main(
         warmup_steps=steps // 20,
         logging_steps=max(1, steps // 20),
         seed=seed,
-        # else processes without a GPU would not find each other
+        # without a GPU, the processes need gloo
         use_cpu=not torch.accelerator.is_available(),
     )
     trainer = TransfoXLTrainer(adapted, args, train_dataset=train_ids)

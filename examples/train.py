@@ -1,19 +1,19 @@
-"""Train a Transformer-XL on text files, or go on training one, with the library's `Trainer`.
+"""Train a Transformer-XL on text files, or continue training one, with the library's `Trainer`.
 
     hf-txl build-tokenizer train.txt --output tokenizer --max-size 50000
     python examples/train.py --train_file train.txt --validation_file valid.txt --tokenizer tokenizer \\
         --recipe examples/recipes/wt103_base.json --set n_layer=6 cutoffs=[5000,20000] --output_dir runs/small
 
     torchrun --nproc_per_node 8 examples/train.py …     # one process per device; on the CPU with --use_cpu
-    python examples/train.py … --resume                 # goes on from the last whole checkpoint of the output folder
-    python examples/train.py … --model my_model         # goes on training a model, with its tokenizer
+    python examples/train.py … --resume                 # resumes from the last complete checkpoint
+    python examples/train.py … --model my_model         # continues training a model, with its tokenizer
 
-A recipe is a JSON file with published settings: a model's architecture, its training, and how many streams all
-processes read together. Every setting of it can be changed: those of the model by `--set name=value …`, those of the
-training by an option of the same name (`--help` lists them), the streams by `--batch_size`.
+A recipe is a JSON file with published settings: the architecture, the training, and the number of streams of all
+processes together. Options override it: `--set name=value …` for the model, options of the same name for the training
+(`--help` lists them), and `--batch_size` for the streams.
 
-The output folder gets the model with its tokenizer, `results.json` (learning curve, evaluations, settings, machine)
-and `curves.png`, a plot of them, where matplotlib is installed.
+The output folder holds the model with its tokenizer, `results.json` (learning curve, evaluations, settings, machine)
+and, if matplotlib is installed, a plot in `curves.png`.
 """
 
 import difflib
@@ -33,6 +33,7 @@ from transformers import AutoTokenizer, HfArgumentParser
 import hf_txl
 from hf_txl.corpus import tokenize_corpus
 from hf_txl.scoring import evaluate_stream
+from hf_txl.token_ids import as_tokens
 from hf_txl.tokenization_transfo_xl import build_vocabulary
 from hf_txl.training import TransfoXLTrainer, TransfoXLTrainingArguments, last_checkpoint
 
@@ -44,7 +45,7 @@ MODES = {
 }
 
 
-# arguments of the training that its results repeat
+# training arguments that `results.json` records
 RECORDED = (
     *("segment_length", "mem_len", "max_steps", "warmup_steps", "learning_rate", "max_grad_norm", "seed"),
     *("world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "torch_compile"),
@@ -53,29 +54,29 @@ RECORDED = (
 
 @dataclass
 class DataArguments:
-    """What is trained, and on what."""
+    """Model and data of a training."""
 
     train_file: list[str] = field(metadata={"help": "Text files, UTF-8, read one after the other."})
     validation_file: str | None = field(default=None, metadata={"help": "A text file to evaluate on."})
     recipe: str | None = field(default=None, metadata={"help": "JSON file with published settings."})
-    model: str | None = field(default=None, metadata={"help": "Folder or Hub name of a model to go on training."})
+    model: str | None = field(default=None, metadata={"help": "Folder or Hub name of a model to continue training."})
     set: list[str] = field(default_factory=list, metadata={"help": "Settings of a new model, name=value."})
     tokenizer: str | None = field(
         default=None,
-        metadata={"help": f"A tokenizer's folder, or how to make one of the training text: {', '.join(MODES)}."},
+        metadata={"help": f"A tokenizer's folder, or the mode of a new one for the text: {', '.join(MODES)}."},
     )
-    max_size: int | None = field(default=None, metadata={"help": "Largest vocabulary of a tokenizer that is made."})
+    max_size: int | None = field(default=None, metadata={"help": "Largest vocabulary of a new tokenizer."})
     batch_size: int | None = field(default=None, metadata={"help": "Streams of all processes together."})
-    streaming: bool = field(default=False, metadata={"help": "Tokenise while reading, and write nothing."})
-    num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenise."})
+    streaming: bool = field(default=False, metadata={"help": "Tokenise while reading; no corpus is written."})
+    num_proc: int | None = field(default=None, metadata={"help": "Processes for tokenising."})
     mem_lens: list[int] = field(
-        default_factory=list, metadata={"help": "After the training, evaluate with memories of these lengths."}
+        default_factory=list, metadata={"help": "Memory lengths to evaluate with after the training."}
     )
-    resume: bool = field(default=False, metadata={"help": "Go on from the last whole checkpoint."})
+    resume: bool = field(default=False, metadata={"help": "Resume from the last complete checkpoint."})
 
 
 def read_arguments() -> tuple[DataArguments, TransfoXLTrainingArguments, dict[str, Any]]:
-    """Options over the recipe over the defaults; the recipe's settings of the model."""
+    """Arguments, where options override the recipe and the recipe the defaults, and settings of the model."""
     parser = HfArgumentParser([DataArguments, TransfoXLTrainingArguments], description=__doc__.splitlines()[0])
     recipe_parser = HfArgumentParser([], add_help=False)
     recipe_parser.add_argument("--recipe")
@@ -109,7 +110,7 @@ def read_arguments() -> tuple[DataArguments, TransfoXLTrainingArguments, dict[st
 
 
 def refuse(data: DataArguments, args: TransfoXLTrainingArguments, settings: dict[str, Any]) -> None:
-    """What cannot work, before anything is read or written."""
+    """Refuse impossible arguments before anything is read or written."""
     known = hf_txl.TransfoXLConfig().to_dict()
     if unknown := sorted(settings.keys() - known.keys()):
         near = [match for name in unknown for match in difflib.get_close_matches(name, known, n=1)]
@@ -120,7 +121,7 @@ def refuse(data: DataArguments, args: TransfoXLTrainingArguments, settings: dict
             "--same_length are those of the training."
         )
     try:
-        # the vocabulary is counted later
+        # the vocabulary size is not known yet
         hf_txl.TransfoXLConfig(**{"vocab_size": 10**9, **settings})
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise SystemExit(
@@ -133,14 +134,14 @@ def refuse(data: DataArguments, args: TransfoXLTrainingArguments, settings: dict
         raise SystemExit(f"--mem_lens must be lengths of 0 or more, but are {data.mem_lens}.")
     found = last_checkpoint(args.output_dir)
     if data.resume and found is None:
-        raise SystemExit(f"--resume goes on from a checkpoint, but {args.output_dir} holds no whole one.")
+        raise SystemExit(f"--resume needs a checkpoint, but {args.output_dir} holds no complete one.")
     if not data.resume and found is not None:
-        raise SystemExit(f"--output_dir holds an earlier run ({found}); go on with --resume, or name another folder.")
+        raise SystemExit(f"--output_dir holds an earlier run ({found}); use --resume, or name another folder.")
 
 
 def find_tokenizer(data: DataArguments, args: TransfoXLTrainingArguments) -> Any:
-    """The tokenizer of a folder or of the model, or a new one of the training text."""
-    # ids of a model mean the words of its own tokenizer, whatever a recipe makes for a new one
+    """The tokenizer of a folder or of the model, or a new one for the training text."""
+    # a model needs its own tokenizer, whatever mode a recipe has for a new one
     if data.model is not None or data.tokenizer not in MODES:
         source = data.model if data.tokenizer in (None, *MODES) else data.tokenizer
         if source is None:
@@ -154,7 +155,7 @@ def find_tokenizer(data: DataArguments, args: TransfoXLTrainingArguments) -> Any
             ) from error
     folder = Path(args.output_dir) / "tokenizer"
     with args.main_process_first(desc="counting symbols"):
-        # what a run left that never made a checkpoint may be another text's
+        # a tokenizer from a run without a checkpoint may be that of another text
         if args.local_process_index == 0 and not data.resume:
             paths = [Path(path) for path in data.train_file]
             symbols = build_vocabulary(paths, data.tokenizer, max_size=data.max_size, special=MODES[data.tokenizer])
@@ -163,7 +164,7 @@ def find_tokenizer(data: DataArguments, args: TransfoXLTrainingArguments) -> Any
 
 
 def evaluations(trainer: TransfoXLTrainer, tokens: torch.Tensor, mem_lens: list[int]) -> list[dict[str, Any]]:
-    """Loss of the validation text by length of the memory, in segments of the training's length."""
+    """Loss of the validation text by memory length, in segments of the training's length."""
     rows = []
     for mem_len in mem_lens:
         score = evaluate_stream(
@@ -180,7 +181,7 @@ def evaluations(trainer: TransfoXLTrainer, tokens: torch.Tensor, mem_lens: list[
 
 
 def write_results(trainer: TransfoXLTrainer, by_memory: list[dict[str, Any]]) -> None:
-    """`results.json`, and the learning curve as a picture."""
+    """Write `results.json` and a plot of the learning curve."""
     folder, history = Path(trainer.args.output_dir), trainer.state.log_history
     results = {
         "history": history,
@@ -198,7 +199,7 @@ def write_results(trainer: TransfoXLTrainer, by_memory: list[dict[str, Any]]) ->
 
 
 def plot_results(results: dict[str, Any], path: Path) -> None:
-    """The learning curve, and beside it what a longer memory is worth, if that was measured."""
+    """Plot the learning curve and, if it was measured, the loss by memory length."""
     try:
         import matplotlib.pyplot as plt
     except ImportError:
@@ -237,7 +238,7 @@ def main() -> None:
     if data.model is not None:
         model = hf_txl.TransfoXLForCausalLM.from_pretrained(data.model)
     else:
-        # the same weights in every process
+        # same weights in every process
         transformers.set_seed(args.seed)
         eos = tokenizer.convert_tokens_to_ids("<eos>") if "<eos>" in tokenizer.get_vocab() else None
         config = hf_txl.TransfoXLConfig(**{"vocab_size": len(tokenizer), "eos_token_id": eos, **settings})
@@ -248,9 +249,7 @@ def main() -> None:
     if validation is not None:
         trainer.log_metrics("eval", trainer.evaluate())
     if trainer.is_world_process_zero():
-        by_memory = (
-            [] if validation is None else evaluations(trainer, hf_txl.corpus.as_tokens(validation)[:], data.mem_lens)
-        )
+        by_memory = [] if validation is None else evaluations(trainer, as_tokens(validation)[:], data.mem_lens)
         write_results(trainer, by_memory)
     if args.push_to_hub:
         trainer.push_to_hub()

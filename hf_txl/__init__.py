@@ -10,9 +10,9 @@ from transformers import (
     AutoTokenizer,
 )
 
-from .cache_transfo_xl import TransfoXLMemory
 from .configuration_transfo_xl import TransfoXLConfig
 from .legacy_names_transfo_xl import IMPORTS, describe
+from .memory_transfo_xl import TransfoXLMemory
 from .modeling_transfo_xl import (
     TransfoXLForCausalLM,
     TransfoXLForSequenceClassification,
@@ -44,6 +44,6 @@ __all__ = [
 
 def __getattr__(name: str) -> NoReturn:
     if name in IMPORTS:
-        # `from hf_txl import …` shows the text of no other error
+        # of all errors, `from hf_txl import …` shows the message of an `ImportError` only
         raise ImportError(describe(name, IMPORTS), name=__name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,107 +1,53 @@
-"""Attention over a memory and a segment: one class per attention kind behind one call.
+"""Formulas, projections and parameters of the six kinds of attention over a memory and a segment.
 
 Follows `mem_transformer.py` of the original PyTorch code and section 3.3 of
 [Dai et al., 2019](https://arxiv.org/abs/1901.02860); [Shaw et al., 2018](https://arxiv.org/abs/1803.02155);
 [Huang et al., 2018](https://arxiv.org/abs/1809.04281); [Vaswani et al., 2017](https://arxiv.org/abs/1706.03762);
-[Al-Rfou et al., 2018](https://arxiv.org/abs/1808.04444). A layer hands its position scores, mask included, to the
-backend as an additive bias. `docs/positions.md` sets the kinds side by side.
+[Al-Rfou et al., 2018](https://arxiv.org/abs/1808.04444). `docs/positions.md` compares the kinds;
+`attention_execution_transfo_xl.py` executes them.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .attention_execution_transfo_xl import AttentionInputs, attend
 from .configuration_transfo_xl import TransfoXLConfig
+from .key_values_transfo_xl import KeyValuePrefix, Prefix, ZeroPrefix
+from .layout_transfo_xl import AttentionLayout, distance_mask, mask_keys
 from .positions_transfo_xl import (
-    AttentionLayout,
-    RelativeKeys,
+    PositionTable,
     align_relative_scores,
-    distance_mask,
     gather_relative_scores,
     scores_by_distance,
     spread_relative_probabilities,
 )
-from .recompute_transfo_xl import RelativeAttentionFunction
-from .sharing_transfo_xl import SharedStates, StatesInFront, ZeroStates
 from .weights_transfo_xl import is_plain
 
-# B batch   H heads   Q queries (one segment)   K keys: start slots, then stored ones, then the segment's
-# D head size   N = K + Q rows of a position table
+# B batch   H heads   Q queries (one segment)   K keys: zero states, then stored ones, then the segment's
+# D head size   N = K + Q entries of the position table
 
 
-class KeyValueStore(Protocol):
-    """What attention needs of a cache that keeps keys and values."""
+class KeyValueWriter(Protocol):
+    """What attention requires of a cache of keys and values."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-def eager_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    position_bias: torch.Tensor,
-    scaling: float,
-    dropout: float,
-    in_front: StatesInFront | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention spelt out, at least in float32.
-
-    Returns `(B, Q, H, D)` and the probabilities it used, after dropout, `(B, H, Q, K)`.
-    """
-    query = query * scaling
-    scores = torch.matmul(query, key.transpose(-1, -2))
-    if in_front is not None:
-        scores = torch.cat([*in_front.scores(query), scores], dim=-1)
-    scores = scores + position_bias
-    precision = torch.promote_types(scores.dtype, torch.float32)
-    probabilities = F.softmax(scores, dim=-1, dtype=precision).to(value.dtype)
-    probabilities = F.dropout(probabilities, dropout, module.training)
-    output = torch.matmul(probabilities, value) if in_front is None else in_front.read(probabilities, value)
-    return output.transpose(1, 2), probabilities
-
-
-def sdpa_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    position_bias: torch.Tensor,
-    scaling: float,
-    dropout: float,
-) -> tuple[torch.Tensor, None]:
-    """PyTorch's fused attention; unlike the library's wrapper it takes the strided bias as it is, without a copy."""
-    output = F.scaled_dot_product_attention(query, key, value, position_bias, dropout, scale=scaling)
-    return output.transpose(1, 2), None
-
-
-BACKENDS: dict[str, Callable] = {"eager": eager_attention, "sdpa": sdpa_attention}
-
-# queries that are worked through at once, so that their scores stay in the cache of a CPU: of one row of the batch, or
-# of several rows that share keys
-QUERY_BLOCK = 128
-# queries of a row that read keys in front of its own where they are, if these are zero states, and if they are shared:
-# with more of them, fused attention over all keys of the row, put together, is faster
-FEW_QUERIES, FEW_SHARING_QUERIES = 32, 8
-
-
 class SegmentAttention(nn.Module):
-    """What all attention kinds share: projections, memory, start slots, backend, residual and normalisation.
+    """Base class of all kinds: projections, zero states, residual connection and layer normalisation.
 
-    A kind is a subclass that says how a query meets keys (`content_query`) and positions (`position_bias`), and, if
-    positions enter elsewhere, how (`add_positions`, `value_bias`).
+    A kind is a subclass that defines the query of the content scores (`content_query`), the position scores
+    (`position_bias`) and, where positions enter elsewhere, `add_positions` or `value_bias`.
     """
 
-    # the position bias holds the causal mask; backends must not add one of their own
+    # the position bias contains the causal mask
     is_causal = False
-    # whether the kind reads sinusoids, has biases u and v, adds a term to the values
+    # whether the kind uses sinusoids, has biases u and v, adds a position term to the values
     uses_sinusoids = False
     has_biases = False
     has_value_bias = False
@@ -114,43 +60,45 @@ class SegmentAttention(nn.Module):
         self.scaling = self.head_size**-0.5
         self.pre_lnorm = config.pre_lnorm
         self.make_projections()
-        # published names, which are a contract, here and below
+        # published weight names, here and below
         self.o_net = nn.Linear(self.num_heads * self.head_size, config.d_model, bias=False)
         self.layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
         self.drop = nn.Dropout(config.dropout)
 
     def make_projections(self) -> None:
-        """Query, key and value in one matrix."""
+        """Create the projections: one matrix for query, key and value."""
         self.qkv_net = nn.Linear(self.config.d_model, 3 * self.num_heads * self.head_size, bias=False)
 
-    # --- what a kind says
+    # --- formulas that kinds define
 
     def content_query(self, query: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The query that meets keys, `(B, H, Q, D)`."""
+        """The query of the content scores, `(B, H, Q, D)`."""
         return query
 
     def position_bias(
-        self, query: torch.Tensor, layout: AttentionLayout, relative_keys: RelativeKeys, bias: torch.Tensor | None
+        self, query: torch.Tensor, layout: AttentionLayout, table: PositionTable, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Scaled position scores, `-inf` where a query must not look, `(B, H, Q, K)` or broadcastable to it."""
+        """Scaled position scores, `-inf` for masked keys, `(B, H, Q, K)` or broadcastable to it."""
         raise NotImplementedError
 
-    def value_bias(
-        self, probabilities: torch.Tensor, layout: AttentionLayout, relative_keys: RelativeKeys
-    ) -> torch.Tensor:
-        """What positions add to the output of attention, `(B, Q, H, D)`, for kinds with `has_value_bias`."""
+    def position_terms(
+        self, layout: AttentionLayout, table: PositionTable, biases: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Relative keys r `(N, H, D)`, and u and v `(H, D)`, for kinds with `has_biases`."""
         raise NotImplementedError
 
-    def add_positions(
-        self, states: torch.Tensor, layout: AttentionLayout, relative_keys: RelativeKeys
-    ) -> torch.Tensor:
-        """Inputs of the layer, memory and segment, `(B, S + Q, d_model)`, with positions where a kind adds them."""
+    def value_bias(self, probabilities: torch.Tensor, layout: AttentionLayout, table: PositionTable) -> torch.Tensor:
+        """Position term of the attention output, `(B, Q, H, D)`, for kinds with `has_value_bias`."""
+        raise NotImplementedError
+
+    def add_positions(self, states: torch.Tensor, layout: AttentionLayout, table: PositionTable) -> torch.Tensor:
+        """Add position embeddings to the hidden states of memory and segment, `(B, S + Q, d_model)`."""
         return states
 
-    # --- what all do
+    # --- common to all kinds
 
     def project(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values, `(B, S, d_model)` -> three of `(B, H, S, D)`."""
+        """Queries, keys and values, `(B, S, d_model)` -> three times `(B, H, S, D)`."""
         if self.pre_lnorm:
             states = self.layer_norm(states)
         # (B, S, 3 * H * D) -> (B, S, 3, H, D) -> three of (B, H, S, D)
@@ -159,7 +107,7 @@ class SegmentAttention(nn.Module):
         return query, key, value
 
     def project_memory(self, memory_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of stored layer inputs, `(B, M, d_model)` -> twice `(B, H, M, D)`."""
+        """Keys and values of stored hidden states, `(B, M, d_model)` -> two times `(B, H, M, D)`."""
         _, key, value = self.project(memory_states)
         return key, value
 
@@ -168,23 +116,23 @@ class SegmentAttention(nn.Module):
         hidden_states: torch.Tensor,
         memory_states: torch.Tensor | None,
         layout: AttentionLayout,
-        relative_keys: RelativeKeys,
+        table: PositionTable,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Inputs of the layer and queries of the segment; keys and values of memory and segment."""
+        """Hidden states and queries of the segment; keys and values of memory and segment."""
         states = hidden_states if memory_states is None else torch.cat([memory_states, hidden_states], dim=1)
-        states = self.add_positions(states, layout, relative_keys)
+        states = self.add_positions(states, layout, table)
         query, key, value = self.project(states)
-        # the memory asks nothing
+        # memory positions produce no queries
         return states[:, -layout.query_length :], query[:, :, -layout.query_length :], key, value
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         layout: AttentionLayout,
-        relative_keys: RelativeKeys,
+        table: PositionTable,
         memory_states: torch.Tensor | None = None,
-        cache: KeyValueStore | None = None,
-        shared: SharedStates | None = None,
+        cache: KeyValueWriter | None = None,
+        shared: KeyValuePrefix | None = None,
         biases: tuple[torch.Tensor, torch.Tensor] | None = None,
         output_attentions: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -192,31 +140,38 @@ class SegmentAttention(nn.Module):
 
         Args:
             hidden_states (`torch.Tensor` of shape `(batch_size, query_length, d_model)`): The segment.
-            layout (`AttentionLayout`): Where queries and keys lie.
-            relative_keys (`RelativeKeys`): Position table.
+            layout (`AttentionLayout`): Layout of queries and keys.
+            table (`PositionTable`): Position table.
             memory_states (`torch.Tensor` of shape `(batch_size, stored_length, d_model)`, *optional*):
-                Inputs of this layer in earlier segments, without gradient.
-            cache (*optional*): Keeps keys and values; `update` takes the new ones, those of `memory_states` included,
+                Stored inputs of this layer from earlier segments, without gradient.
+            cache (*optional*): Stores keys and values; `update` takes the new ones, those of `memory_states` included,
                 and returns those of memory and segment.
-            shared ([`SharedStates`], *optional*): Keys and values in front of those, which `cache` leaves out.
+            shared ([`KeyValuePrefix`], *optional*): Keys and values that precede those of `cache`.
             biases (`tuple` of two tensors of shape `(n_head, d_head)`, *optional*): u and v if all layers share them.
             output_attentions (`bool`): Whether to return the probabilities.
 
         Returns:
-            `(batch_size, query_length, d_model)` after the residual, and probabilities
+            Hidden states `(batch_size, query_length, d_model)` after the residual connection, and probabilities
             `(batch_size, n_head, query_length, key_length)` or `None`.
         """
-        hidden_states, query, key, value = self.project_all(hidden_states, memory_states, layout, relative_keys)
+        hidden_states, query, key, value = self.project_all(hidden_states, memory_states, layout, table)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        zeros = self._zero_states(layout, hidden_states, key)
-        if zeros is not None and (torch.compiler.is_compiling() or layout.start_mask is not None):
-            key, value = self._place_zero_states(key, value, layout, zeros)
-            zeros = None
-        in_front = None if zeros is None and shared is None else StatesInFront(zeros, shared)
-        output, probabilities = self.attend(
-            query, key, value, layout, relative_keys, biases, output_attentions, in_front
+        zeros = self.zero_states(layout, hidden_states, key) if layout.reads_zero_states else None
+        inputs = AttentionInputs(
+            kind=self,
+            query=query,
+            key=key,
+            value=value,
+            layout=layout,
+            table=table,
+            biases=biases,
+            prefix=None if zeros is None and shared is None else Prefix(zeros, shared),
+            implementation=self.config._attn_implementation or "eager",
+            dropout=self.config.dropatt if self.training else 0.0,
+            wants_probabilities=output_attentions,
         )
+        output, probabilities = attend(inputs)
         # (B, Q, H, D) -> (B, Q, H * D)
         output = self.drop(self.o_net(output.flatten(-2)))
         output = hidden_states + output
@@ -224,182 +179,22 @@ class SegmentAttention(nn.Module):
             output = self.layer_norm(output)
         return output, probabilities if output_attentions else None
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: AttentionLayout,
-        relative_keys: RelativeKeys,
-        biases: tuple[torch.Tensor, torch.Tensor] | None,
-        output_attentions: bool = False,
-        in_front: StatesInFront | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the queries read, `(B, Q, H, D)`, and the probabilities where there are any, `(B, H, Q, K)`."""
-        if in_front is not None and self._reads_in_front(query, layout, in_front):
-            states = (query, key, value, in_front)
-            return self._attend_behind(*states, layout, relative_keys, biases, output_attentions)
-        if self._works_in_blocks(query, layout, output_attentions):
-            return self._attend_in_blocks(query, key, value, layout, relative_keys, biases, in_front), None
-        if in_front is not None:
-            key, value = in_front.in_front_of(key, value)
-        return self._attend_at_once(query, key, value, layout, relative_keys, biases, output_attentions)
-
-    def _attend_at_once(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: AttentionLayout,
-        relative_keys: RelativeKeys,
-        biases: tuple[torch.Tensor, torch.Tensor] | None,
-        output_attentions: bool,
-        in_front: StatesInFront | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        content_bias, position_query_bias = biases if biases is not None else (None, None)
-        position_bias = self.position_bias(query, layout, relative_keys, position_query_bias)
-        if in_front is None:
-            attend = self._backend(output_attentions or self.has_value_bias, position_bias)
-        else:
-            attend = functools.partial(eager_attention, in_front=in_front)
-        output, probabilities = attend(
-            self,
-            self.content_query(query, content_bias),
-            key,
-            value,
-            position_bias=position_bias,
-            scaling=self.scaling,
-            dropout=self.config.dropatt if self.training else 0.0,
-        )
-        if self.has_value_bias:
-            output = output + self.value_bias(probabilities, layout, relative_keys)
-        return output, probabilities
-
-    def _reads_in_front(self, query: torch.Tensor, layout: AttentionLayout, in_front: StatesInFront) -> bool:
-        """Whether keys in front are read where they are, instead of a copy for each row."""
-        return (
-            layout.query_length <= (FEW_QUERIES if in_front.shared is None else FEW_SHARING_QUERIES)
-            and not self.training
-            and not (torch.is_grad_enabled() and query.requires_grad)
-            and (self.config._attn_implementation or "eager") in BACKENDS
-        )
-
-    def _attend_behind(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        in_front: StatesInFront,
-        layout: AttentionLayout,
-        relative_keys: RelativeKeys,
-        biases: tuple[torch.Tensor, torch.Tensor] | None,
-        output_attentions: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `_attend_at_once`, on a CPU some rows of the batch at a time."""
-        # a layer's rows of the position table serve all blocks
-        relative_keys = relative_keys.for_one_layer()
-        batch_size = len(query)
-        rows_at_once = max(1, QUERY_BLOCK // layout.query_length) if query.device.type == "cpu" else batch_size
-        parts = [
-            self._attend_at_once(
-                query[rows], key[rows], value[rows], layout, relative_keys, biases, output_attentions, before_rows
-            )
-            for rows, before_rows in in_front.blocks(batch_size, rows_at_once)
-        ]
-        outputs, probabilities = zip(*parts, strict=True)
-        return torch.cat(outputs), torch.cat(probabilities) if output_attentions else None
-
-    def _works_in_blocks(self, query: torch.Tensor, layout: AttentionLayout, output_attentions: bool) -> bool:
-        """Whether the scores of all queries would leave the cache of a CPU."""
-        return (
-            layout.query_length > 1
-            and not torch.compiler.is_compiling()
-            and query.device.type == "cpu"
-            and (query.shape[0] > 1 or layout.query_length > QUERY_BLOCK)
-            and layout.distances is None
-            and not (output_attentions or self.has_value_bias or self.training)
-            and not (torch.is_grad_enabled() and query.requires_grad)
-            and self.config._attn_implementation in BACKENDS
-        )
-
-    def _attend_in_blocks(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: AttentionLayout,
-        relative_keys: RelativeKeys,
-        biases: tuple[torch.Tensor, torch.Tensor] | None,
-        in_front: StatesInFront | None,
-    ) -> torch.Tensor:
-        """As `_attend_at_once`, some queries of one row at a time, which see no keys but those up to their own."""
-        # a layer's rows of the position table serve all blocks
-        relative_keys = relative_keys.for_one_layer()
-        output = query.new_empty(query.shape[0], layout.query_length, *query.shape[1::2])
-        for here, before_row in (in_front or StatesInFront(None, None)).blocks(len(query), 1):
-            row_key, row_value = before_row.in_front_of(key[here], value[here])
-            for start in range(0, layout.query_length, QUERY_BLOCK):
-                block, keys = layout.part(here.start, start, min(start + QUERY_BLOCK, layout.query_length))
-                queries = slice(start, start + block.query_length)
-                states = (query[here, :, queries], row_key[:, :, keys], row_value[:, :, keys])
-                output[here, queries], _ = self._attend_at_once(*states, block, relative_keys, biases, False)
-        return output
-
-    def _zero_states(
-        self, layout: AttentionLayout, hidden_states: torch.Tensor, like: torch.Tensor
-    ) -> ZeroStates | None:
-        """Key and value of the zero states that the layout has, if any, of the type of other keys."""
-        compiles = torch.compiler.is_compiling()
-        if not layout.zero_start or (not compiles and layout.start_slots == 0 and layout.start_mask is None):
-            return None
+    def zero_states(self, layout: AttentionLayout, hidden_states: torch.Tensor, like: torch.Tensor) -> ZeroPrefix:
+        """Key and value of the zero states, in the dtype of the other keys."""
         if self.pre_lnorm or not is_plain(self.qkv_net, nn.Linear, "weight"):
-            # a normalisation in front, or a layer of a user, may give the zero vector a value
+            # layer normalisation or a replaced projection may map the zero vector to another one
             key, value = self.project_memory(hidden_states.new_zeros(1, 1, hidden_states.shape[-1]))
         else:
             key = value = hidden_states.new_zeros(1, self.num_heads, 1, self.head_size)
-        return ZeroStates(key.to(like.dtype), value.to(like.dtype), layout.start_slots)
-
-    def _place_zero_states(
-        self, key: torch.Tensor, value: torch.Tensor, layout: AttentionLayout, zeros: ZeroStates
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put them where a mask or a program wants them."""
-        compiles = torch.compiler.is_compiling()
-        # a compiler makes other programs for no slot and for one: it gets as many as there are keys, of which the last
-        # ones are taken
-        num_slots = layout.key_length if compiles else layout.start_slots
-        slots, last = (key.shape[0], -1, num_slots, -1), slice(key.shape[2] if compiles else 0, None)
-        key = torch.cat([zeros.key.expand(slots), key], dim=2)[:, :, last]
-        value = torch.cat([zeros.value.expand(slots), value], dim=2)[:, :, last]
-        if layout.start_mask is not None:
-            is_start = layout.start_mask[:, None, :, None]
-            key, value = torch.where(is_start, zeros.key, key), torch.where(is_start, zeros.value, value)
-        return key, value
-
-    def _backend(self, needs_probabilities: bool, position_bias: torch.Tensor) -> Callable:
-        name = self.config._attn_implementation or "eager"
-        # with a bias that needs a gradient, SDPA on the CPU takes its slow path: the softmax spelt out is faster
-        if needs_probabilities or (
-            name == "sdpa" and position_bias.requires_grad and position_bias.device.type == "cpu"
-        ):
-            name = "eager"
-        if name in BACKENDS:
-            return BACKENDS[name]
-        attend = ALL_ATTENTION_FUNCTIONS[name]
-
-        def attend_without_mask(module: nn.Module, query: torch.Tensor, *states: torch.Tensor, **options: Any) -> Any:
-            # the library's functions index the bias, so a shared one is spread over batch and heads
-            options["position_bias"] = options["position_bias"].expand(*query.shape[:2], -1, -1)
-            return attend(module, query, *states, None, is_causal=False, **options)
-
-        return attend_without_mask
+        return ZeroPrefix(key.to(like.dtype), value.to(like.dtype), layout.start_slots)
 
 
 class RelativeAttention(SegmentAttention):
-    """Kinds whose position scores depend on the distance of query and key.
+    """Base class of the kinds whose position scores depend on the distance between query and key.
 
-    There are as many distances as keys, so a kind only says what a query meets at each of them (`position_query`,
-    `make_rows`); the product of the two is aligned with the keys without a tensor per pair (section 3.3 of Dai et al.,
-    section 3.4 of Huang et al.: "skewing").
+    A kind defines one relative key per distance (`project_relative_keys`) and the query it is multiplied with
+    (`position_query`). The products are aligned with the keys without a tensor per pair (section 3.3 of Dai et al.;
+    "skewing" in section 3.4 of Huang et al.).
     """
 
     def project_memory(self, memory_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -407,7 +202,7 @@ class RelativeAttention(SegmentAttention):
             return super().project_memory(memory_states)
         if self.config.pre_lnorm:
             memory_states = self.layer_norm(memory_states)
-        # the memory asks nothing; (B, M, 2 * H * D) -> (B, M, 2, H, D) -> two of (B, H, M, D)
+        # memory positions produce no queries; (B, M, 2 * H * D) -> (B, M, 2, H, D) -> two of (B, H, M, D)
         projected = F.linear(memory_states, self.qkv_net.weight[self.num_heads * self.head_size :])
         key, value = projected.unflatten(-1, (2, self.num_heads, self.head_size)).permute(2, 0, 3, 1, 4)
         return key, value
@@ -417,7 +212,7 @@ class RelativeAttention(SegmentAttention):
         hidden_states: torch.Tensor,
         memory_states: torch.Tensor | None,
         layout: AttentionLayout,
-        relative_keys: RelativeKeys,
+        table: PositionTable,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         query, key, value = self.project(hidden_states)
         if memory_states is not None:
@@ -426,42 +221,35 @@ class RelativeAttention(SegmentAttention):
         return hidden_states, query, key, value
 
     def position_query(self, query: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """What meets the rows, `(B, H, Q, D')`."""
+        """The query of the position scores, `(B, H, Q, D')`."""
         return query
 
-    def make_rows(self, relative_keys: RelativeKeys) -> torch.Tensor:
-        """One row per distance and head, `(N, H or 1, D')`."""
+    def project_relative_keys(self, table: PositionTable) -> torch.Tensor:
+        """One relative key per distance and head, `(N, H or 1, D')`."""
         raise NotImplementedError
 
     def position_bias(
-        self, query: torch.Tensor, layout: AttentionLayout, relative_keys: RelativeKeys, bias: torch.Tensor | None
+        self, query: torch.Tensor, layout: AttentionLayout, table: PositionTable, bias: torch.Tensor | None
     ) -> torch.Tensor:
         batch_size, num_heads, query_length, _ = query.shape
-        # (B, H, Q, D') -> (H, B * Q, D'): the rows are the same for every row of the batch
+        # (B, H, Q, D') -> (H, B * Q, D'): relative keys are the same for all batch rows
         position_query = self.position_query(query, bias).transpose(0, 1).flatten(1, 2) * self.scaling
-        rows = relative_keys.rows_for(self.layer_idx, layout, self.make_rows)
+        relative_keys = table.relative_keys(self.layer_idx, layout, self.project_relative_keys)
         # (N, H or 1, D') -> (H, D', N)
-        rows = rows.permute(1, 2, 0).to(query.dtype).expand(num_heads, -1, -1)
+        relative_keys = relative_keys.permute(1, 2, 0).to(query.dtype).expand(num_heads, -1, -1)
         if layout.distances is not None:
-            scores = torch.matmul(position_query, rows[..., : layout.key_length])
+            scores = torch.matmul(position_query, relative_keys[..., : layout.key_length])
             # (H, B * Q, K) -> (B, H, Q, K)
             scores = scores.unflatten(1, (batch_size, query_length)).transpose(0, 1)
             return gather_relative_scores(scores, layout)
-        scores = scores_by_distance(position_query, rows, layout)
+        scores = scores_by_distance(position_query, relative_keys, layout)
         # (H, B * Q, N) -> (B, H, Q, N) -> (B, H, Q, K)
         scores = scores.unflatten(1, (batch_size, query_length)).transpose(0, 1)
         return mask_keys(align_relative_scores(scores, layout.key_length), layout)
 
 
-def mask_keys(scores: torch.Tensor, layout: AttentionLayout) -> torch.Tensor:
-    """`-inf` for keys that a row does not have."""
-    if layout.key_mask is None:
-        return scores
-    return scores.masked_fill(~layout.key_mask[:, None, None, :], float("-inf"))
-
-
 class TransfoXLAttention(RelativeAttention):
-    """Attention kind `"transformer_xl"`: content and position, each with a global bias (terms (a) to (d)).
+    """Attention kind `"transformer_xl"`: content and position scores, each with a global bias (terms (a) to (d)).
 
     score(i, j) = [(q_i + u) k_j + (q_i + v) r_{i-j}] / sqrt(d_head),   r_d = W_{k,R} R_d
     """
@@ -471,10 +259,10 @@ class TransfoXLAttention(RelativeAttention):
 
     def __init__(self, config: TransfoXLConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        # projection of the position table, W_{k,R}
+        # projection of the sinusoids, W_{k,R}
         self.r_net = nn.Linear(config.d_model, self.num_heads * self.head_size, bias=False)
         if config.untie_r:
-            # content query bias u and position query bias v; shared ones belong to the model
+            # content bias u and position bias v; if shared by all layers, they are parameters of the model
             self.r_w_bias = nn.Parameter(torch.empty(self.num_heads, self.head_size))
             self.r_r_bias = nn.Parameter(torch.empty(self.num_heads, self.head_size))
 
@@ -486,51 +274,16 @@ class TransfoXLAttention(RelativeAttention):
         bias = self.r_r_bias if bias is None else bias
         return query + bias.to(query.dtype)[:, None, :]
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layout: AttentionLayout,
-        relative_keys: RelativeKeys,
-        biases: tuple[torch.Tensor, torch.Tensor] | None,
-        output_attentions: bool = False,
-        in_front: StatesInFront | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not self._recomputes(query, layout, output_attentions):
-            return super().attend(query, key, value, layout, relative_keys, biases, output_attentions, in_front)
-        if in_front is not None:
-            key, value = in_front.in_front_of(key, value)
-        output = RelativeAttentionFunction.apply(
-            query,
-            key,
-            value,
-            relative_keys.rows_for(self.layer_idx, layout, self.make_rows),
-            *(biases if biases is not None else (self.r_w_bias, self.r_r_bias)),
-            layout,
-            self.scaling,
-            self.config.dropatt if self.training else 0.0,
-        )
-        return output, None
+    def position_terms(
+        self, layout: AttentionLayout, table: PositionTable, biases: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        relative_keys = table.relative_keys(self.layer_idx, layout, self.project_relative_keys)
+        return relative_keys, *(biases if biases is not None else (self.r_w_bias, self.r_r_bias))
 
-    def _recomputes(self, query: torch.Tensor, layout: AttentionLayout, output_attentions: bool) -> bool:
-        """Whether a CPU trains: scores are then computed again in the backward pass rather than kept.
-
-        In training mode without gradients too, as in the first pass of reentrant checkpointing: dropout must be the
-        same in both.
-        """
-        return (
-            (self.training or (torch.is_grad_enabled() and query.requires_grad))
-            and not torch.compiler.is_compiling()
-            and query.device.type == "cpu"
-            and layout.distances is None
-            and not output_attentions
-            and self.config._attn_implementation in BACKENDS
-        )
-
-    def make_rows(self, relative_keys: RelativeKeys) -> torch.Tensor:
+    def project_relative_keys(self, table: PositionTable) -> torch.Tensor:
         # (N, d_model) -> (N, H, D)
-        return self.r_net(relative_keys.sinusoids()).unflatten(-1, (self.num_heads, self.head_size))
+        # with a batch dimension, or adapters that differ by batch row would take distances for rows
+        return self.r_net(table.sinusoids()[None])[0].unflatten(-1, (self.num_heads, self.head_size))
 
 
 class LearnedRelativeAttention(RelativeAttention):
@@ -538,13 +291,13 @@ class LearnedRelativeAttention(RelativeAttention):
 
     score(i, j) = [(q_i + u) k_j + q_i a_{i-j} + b_{i-j}] / sqrt(d_head)
 
-    with a table of `max_klen` distances per layer, of which `clamp_len` cuts off the far end; the farthest row that
-    is left stands for all distances beyond.
+    with a table of `max_klen` distances per layer. Distances of at least `max_klen` or `clamp_len` share the entry of
+    the largest distance below.
     """
 
     def __init__(self, config: TransfoXLConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        # vectors a and numbers b, largest distance first, and the content query bias u
+        # vectors a and scalars b, largest distance first, and the content bias u
         self.r_emb = nn.Parameter(torch.empty(config.max_klen, self.num_heads, self.head_size))
         self.r_bias = nn.Parameter(torch.empty(config.max_klen, self.num_heads))
         self.r_w_bias = nn.Parameter(torch.empty(self.num_heads, self.head_size))
@@ -553,13 +306,13 @@ class LearnedRelativeAttention(RelativeAttention):
         return query + self.r_w_bias.to(query.dtype)[:, None, :]
 
     def position_query(self, query: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        # a one at the end of each query picks up the number b at the end of each row
+        # the product of the appended one and the last component of a relative key is b
         return F.pad(query, (0, 1), value=1.0)
 
-    def make_rows(self, relative_keys: RelativeKeys) -> torch.Tensor:
-        clamp_len = relative_keys.clamp_len
+    def project_relative_keys(self, table: PositionTable) -> torch.Tensor:
+        clamp_len = table.clamp_len
         longest = min(self.config.max_klen, clamp_len if clamp_len > 0 else self.config.max_klen) - 1
-        index = self.config.max_klen - 1 - relative_keys.distances.clamp(max=longest)
+        index = self.config.max_klen - 1 - table.distances.clamp(max=longest)
         # (N, H, D), (N, H, 1) -> (N, H, D + 1)
         return torch.cat([self.r_emb[index], self.r_bias[index][..., None]], dim=-1)
 
@@ -569,67 +322,64 @@ class ShawAttention(RelativeAttention):
 
     score(i, j) = q_i (k_j + a^K_{min(i-j, K)}) / sqrt(d_head),   output_i = sum_j p_ij (v_j + a^V_{min(i-j, K)})
 
-    Distances are clipped to K = `max_relative_distance`; tables are shared by the heads, one pair per layer. Either
-    can be left out (`shaw_keys`, `shaw_values`). With values the softmax is spelt out, whatever the backend.
+    Distances are clipped to K = `max_relative_distance`; each layer has one table for keys and one for values, shared
+    by its heads. Either can be omitted (`shaw_keys`, `shaw_values`).
     """
 
     def __init__(self, config: TransfoXLConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        # row d belongs to distance d
-        num_rows = config.max_relative_distance + 1
+        # entry d belongs to distance d
+        num_entries = config.max_relative_distance + 1
         self.has_value_bias = config.shaw_values
         if config.shaw_keys:
-            self.relative_key_table = nn.Parameter(torch.empty(num_rows, self.head_size))
+            self.relative_key_table = nn.Parameter(torch.empty(num_entries, self.head_size))
         if config.shaw_values:
-            self.relative_value_table = nn.Parameter(torch.empty(num_rows, self.head_size))
+            self.relative_value_table = nn.Parameter(torch.empty(num_entries, self.head_size))
 
-    def _clipped(self, table: torch.Tensor, relative_keys: RelativeKeys) -> torch.Tensor:
-        return table[relative_keys.distances.clamp(max=self.config.max_relative_distance)]
+    def _clipped(self, vectors: torch.Tensor, table: PositionTable) -> torch.Tensor:
+        return vectors[table.distances.clamp(max=self.config.max_relative_distance)]
 
-    def make_rows(self, relative_keys: RelativeKeys) -> torch.Tensor:
+    def project_relative_keys(self, table: PositionTable) -> torch.Tensor:
         # (N, D) -> (N, 1, D)
-        return self._clipped(self.relative_key_table, relative_keys)[:, None, :]
+        return self._clipped(self.relative_key_table, table)[:, None, :]
 
     def position_bias(
-        self, query: torch.Tensor, layout: AttentionLayout, relative_keys: RelativeKeys, bias: torch.Tensor | None
+        self, query: torch.Tensor, layout: AttentionLayout, table: PositionTable, bias: torch.Tensor | None
     ) -> torch.Tensor:
         if self.config.shaw_keys:
-            return super().position_bias(query, layout, relative_keys, bias)
+            return super().position_bias(query, layout, table, bias)
         return causal_bias(layout, query)
 
-    def value_bias(
-        self, probabilities: torch.Tensor, layout: AttentionLayout, relative_keys: RelativeKeys
-    ) -> torch.Tensor:
-        rows = relative_keys.of_call(self._clipped(self.relative_value_table, relative_keys), layout)
-        rows = rows.to(probabilities.dtype)
+    def value_bias(self, probabilities: torch.Tensor, layout: AttentionLayout, table: PositionTable) -> torch.Tensor:
+        values = table.of_call(self._clipped(self.relative_value_table, table), layout).to(probabilities.dtype)
         # (B, H, Q, N) x (N, D) -> (B, H, Q, D) -> (B, Q, H, D)
-        return torch.matmul(spread_relative_probabilities(probabilities, layout), rows).transpose(1, 2)
+        return torch.matmul(spread_relative_probabilities(probabilities, layout), values).transpose(1, 2)
 
 
 class HuangAttention(RelativeAttention):
-    """Attention kind `"huang"`: Huang et al. 2018 (Music Transformer), Shaw's key term with a table per head.
+    """Attention kind `"huang"`: Huang et al. 2018 (Music Transformer), Shaw's key term with one table per head.
 
     score(i, j) = q_i (k_j + e_{h, min(i-j, K)}) / sqrt(d_head)
     """
 
     def __init__(self, config: TransfoXLConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        # row d belongs to distance d
+        # entry d belongs to distance d
         self.relative_key_table = nn.Parameter(
             torch.empty(config.max_relative_distance + 1, self.num_heads, self.head_size)
         )
 
-    def make_rows(self, relative_keys: RelativeKeys) -> torch.Tensor:
+    def project_relative_keys(self, table: PositionTable) -> torch.Tensor:
         # (N, H, D)
-        return self.relative_key_table[relative_keys.distances.clamp(max=self.config.max_relative_distance)]
+        return self.relative_key_table[table.distances.clamp(max=self.config.max_relative_distance)]
 
 
 class AbsoluteAttention(SegmentAttention):
-    """Kinds that add positions to the states: plain dot products, numbered from the far end of what is seen.
+    """Base class of the kinds that add position embeddings to the hidden states and use plain dot products.
 
-    The last token of a call has position 0, so what a state means changes from call to call: memory keeps states
-    without positions, and neither keys nor values can be kept. As in the original, with `pre_lnorm` queries come from
-    states that are not normalised.
+    Positions are counted backwards from the last token of a call, which has position 0, so they change in every call:
+    the memory stores hidden states without positions, and keys and values cannot be cached. With `pre_lnorm`, queries
+    are projected from unnormalised states, as in the original.
     """
 
     def make_projections(self) -> None:
@@ -648,13 +398,13 @@ class AbsoluteAttention(SegmentAttention):
         return query, key, value
 
     def position_bias(
-        self, query: torch.Tensor, layout: AttentionLayout, relative_keys: RelativeKeys, bias: torch.Tensor | None
+        self, query: torch.Tensor, layout: AttentionLayout, table: PositionTable, bias: torch.Tensor | None
     ) -> torch.Tensor:
         return causal_bias(layout, query)
 
 
 def causal_bias(layout: AttentionLayout, like: torch.Tensor) -> torch.Tensor:
-    """No position scores: 0 where a query may look and `-inf` elsewhere, `(1 or B, 1, Q, K)`."""
+    """Mask without position scores: 0 for visible keys and `-inf` for others, `(1 or B, 1, Q, K)`."""
     if layout.visible is not None:
         zeros = torch.zeros(layout.visible.shape, dtype=like.dtype, device=like.device)
         return zeros.masked_fill(~layout.visible, float("-inf"))[:, None]
@@ -663,11 +413,11 @@ def causal_bias(layout: AttentionLayout, like: torch.Tensor) -> torch.Tensor:
     return mask_keys(align_relative_scores(mask.contiguous(), layout.key_length), layout)
 
 
-def rows_by_age(rows: torch.Tensor, layout: AttentionLayout) -> torch.Tensor:
-    """The row of each key, from rows for distances `K - 1 …` of the last token: `(1 or B, K, d_model)`."""
+def embeddings_by_age(embeddings: torch.Tensor, layout: AttentionLayout) -> torch.Tensor:
+    """Position embeddings of keys, selected by their distance from the last token, `(1 or B, K, d_model)`."""
     if layout.age is None:
-        return rows[None, : layout.key_length]
-    return rows[(layout.key_length - 1 - layout.age).clamp(0, layout.key_length - 1)]
+        return embeddings[None, : layout.key_length]
+    return embeddings[(layout.key_length - 1 - layout.age).clamp(0, layout.key_length - 1)]
 
 
 class AbsoluteSinusoidAttention(AbsoluteAttention):
@@ -675,21 +425,19 @@ class AbsoluteSinusoidAttention(AbsoluteAttention):
 
     uses_sinusoids = True
 
-    def add_positions(
-        self, states: torch.Tensor, layout: AttentionLayout, relative_keys: RelativeKeys
-    ) -> torch.Tensor:
-        # the layers above read what this one made of the positions
+    def add_positions(self, states: torch.Tensor, layout: AttentionLayout, table: PositionTable) -> torch.Tensor:
+        # positions are added to the input of the first layer only
         if self.layer_idx > 0:
             return states
-        rows = relative_keys.rows_for(self.layer_idx, layout, lambda table: table.sinusoids())
-        return states + rows_by_age(rows, layout)
+        sinusoids = table.relative_keys(self.layer_idx, layout, lambda table: table.sinusoids())
+        return states + embeddings_by_age(sinusoids, layout)
 
 
 class AbsoluteLearnedAttention(AbsoluteAttention):
-    """Attention kind `"absolute_learned"`: Al-Rfou et al. 2018; a table of positions added before each layer.
+    """Attention kind `"absolute_learned"`: Al-Rfou et al. 2018; learned positions added before each layer.
 
-    Beyond the `max_klen` rows of the table its farthest row is repeated (`attn_type` 3; like the original it does not
-    read `clamp_len`).
+    Larger positions than the table's `max_klen` entries share the largest one (`attn_type` 3; `clamp_len` has no
+    effect, as in the original).
     """
 
     def __init__(self, config: TransfoXLConfig, layer_idx: int):
@@ -697,14 +445,12 @@ class AbsoluteLearnedAttention(AbsoluteAttention):
         # largest position first
         self.r_emb = nn.Parameter(torch.empty(config.max_klen, config.d_model))
 
-    def _rows(self, relative_keys: RelativeKeys) -> torch.Tensor:
-        return self.r_emb[self.config.max_klen - 1 - relative_keys.distances.clamp(max=self.config.max_klen - 1)]
+    def _embeddings(self, table: PositionTable) -> torch.Tensor:
+        return self.r_emb[self.config.max_klen - 1 - table.distances.clamp(max=self.config.max_klen - 1)]
 
-    def add_positions(
-        self, states: torch.Tensor, layout: AttentionLayout, relative_keys: RelativeKeys
-    ) -> torch.Tensor:
-        rows = relative_keys.rows_for(self.layer_idx, layout, self._rows)
-        return states + rows_by_age(rows, layout).to(states.dtype)
+    def add_positions(self, states: torch.Tensor, layout: AttentionLayout, table: PositionTable) -> torch.Tensor:
+        embeddings = table.relative_keys(self.layer_idx, layout, self._embeddings)
+        return states + embeddings_by_age(embeddings, layout).to(states.dtype)
 
 
 ATTENTION_CLASSES: dict[str, type[SegmentAttention]] = {

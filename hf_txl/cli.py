@@ -23,21 +23,21 @@ def main() -> None:
 @app.command()
 def demo(
     output: Annotated[
-        Path, typer.Option(help="Folder to save the model in; one that an earlier demo wrote is replaced.")
+        Path, typer.Option(help="Folder to save the model in; one written by an earlier demo is replaced.")
     ] = Path("demo_model"),
     steps: Annotated[
         int | None, typer.Option(min=1, help="Training steps.", show_default="minutes on two cores")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of weights and sample.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="A tiny model for seconds instead of minutes.")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed of weights and sample.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Train a tiny model, in seconds instead of minutes.")] = False,
 ) -> None:
-    """Train a small character model on the text in the package, show what its memory is worth, save it and sample."""
-    # torch takes seconds to import, which `--help` need not wait for
+    """Train a small character model on a text in the package, report what its memory gains, save it and sample."""
+    # imported here, since torch takes seconds to import and `--help` does not need it
     from transformers.utils import logging
 
     from .demo import run_demo
 
-    # ours say more than those for reading and writing a few files
+    # hides bars for reading and writing a few files; ours remain
     logging.disable_progress_bar()
     with _errors_as_messages():
         result = run_demo(output, steps=steps, seed=seed, quick=quick)
@@ -54,10 +54,10 @@ def convert(
     ],
     output: Annotated[Path, typer.Argument(help="Folder to write.")],
     format: Annotated[
-        str | None, typer.Option(help="pytorch, nvidia, tensorflow or transformers.", show_default="found out")
+        str | None, typer.Option(help="pytorch, nvidia, tensorflow or transformers.", show_default="detected")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="JSON file of settings that the source does not tell.", exists=True)
+        Path | None, typer.Option(help="JSON file of settings that the source does not state.", exists=True)
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="One such setting; may be repeated.")
@@ -66,17 +66,17 @@ def convert(
         Path | None, typer.Option(help="The vocabulary's file.", show_default="in or beside the source", exists=True)
     ] = None,
     no_vocabulary: Annotated[
-        bool, typer.Option("--no-vocabulary", help="Write no tokenizer, whatever lies beside the source.")
+        bool, typer.Option("--no-vocabulary", help="Write no tokenizer, even if the source has a vocabulary.")
     ] = False,
     tokenizer_mode: Annotated[
-        str | None, typer.Option(help="How the tokenizer treats text.", show_default="as the vocabulary's code")
+        str | None, typer.Option(help="How the tokenizer splits text.", show_default="that of the vocabulary's code")
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float64, float32, float16 or bfloat16.", show_default="the source's")
     ] = None,
-    license: Annotated[str, typer.Option(help="For the card: an identifier of the Hub.")] = "other",
+    license: Annotated[str, typer.Option(help="License on the model card, an identifier of the Hub.")] = "other",
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare the result with a slow reading of the source's weights.")
+        bool, typer.Option("--verify", help="Compare the result with a slow reference on the source's weights.")
     ] = False,
     recorded: Annotated[
         Path | None,
@@ -89,7 +89,7 @@ def convert(
 ) -> None:
     """Convert a checkpoint of the original codes, of NVIDIA or of transformers 2 to 4. Nothing in it is executed.
 
-    Of a vocabulary alone (cache.pt, vocab.pkl, vocab.bin, vocab.txt, vocab.json) the tokenizer is written.
+    A vocabulary without a model (cache.pt, vocab.pkl, vocab.bin, vocab.txt, vocab.json) becomes a tokenizer.
     """
     from transformers.utils import logging
 
@@ -101,67 +101,64 @@ def convert(
     with _errors_as_messages():
         if no_vocabulary and vocabulary is not None:
             raise ValueError("Only one of `--vocabulary` and `--no-vocabulary` can be given, but both are.")
-        settings, protected = parse_settings(config, set_ or []), [] if config is None else [config]
+        common: dict[str, Any] = {
+            "settings": parse_settings(config, set_ or []),
+            "tokenizer_mode": tokenizer_mode,
+            "force": force,
+            "protected": [] if config is None else [config],
+        }
+        for_models: dict[str, Any] = {
+            "format": format,
+            "vocabulary": False if no_vocabulary else vocabulary,
+            "dtype": parse_dtype(dtype),
+            "license": license,
+            "verify": verify,
+            "recorded": recorded,
+            "allow_nonfinite": allow_nonfinite,
+        }
         result: Any
         try:
-            result = convert(
-                source,
-                output,
-                format=format,
-                settings=settings,
-                vocabulary=False if no_vocabulary else vocabulary,
-                tokenizer_mode=tokenizer_mode,
-                dtype=parse_dtype(dtype),
-                license=license,
-                verify=verify,
-                recorded=recorded,
-                allow_nonfinite=allow_nonfinite,
-                force=force,
-                protected=protected,
-            )
+            result = convert(source, output, **common, **for_models)
         except VocabularyError as error:
             if not Path(source).is_file():
                 raise
-            given = {
-                "--format": format,
-                "--vocabulary": vocabulary,
-                "--no-vocabulary": no_vocabulary,
-                "--dtype": dtype,
-                "--license": license != "other",
-                "--verify": verify,
-                "--recorded": recorded,
-                "--allow-nonfinite": allow_nonfinite,
-            }
-            if of_models := [name for name, value in given.items() if value]:
-                raise ValueError(f"{error} {', '.join(of_models)} must be left out then.") from error
-            result = convert_vocabulary(
-                source, output, settings=settings, tokenizer_mode=tokenizer_mode, force=force, protected=protected
-            )
+            if unused := _given_options(for_models):
+                raise ValueError(f"{error} {', '.join(unused)} must be left out then.") from error
+            result = convert_vocabulary(source, output, **common)
         typer.echo(result)
+
+
+def _given_options(options: dict[str, Any]) -> list[str]:
+    """Names, as on the command line, of the options of a model that differ from their default."""
+    given = [name for name, value in options.items() if value not in (None, False, "other")]
+    names = [f"--{name.replace('_', '-')}" for name in given]
+    return [*names, "--no-vocabulary"] if options["vocabulary"] is False else names
 
 
 @app.command()
 def generate(
     model: Annotated[str, typer.Argument(help="Folder or Hub id of a model with its tokenizer.")],
-    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "",
+    prompt: Annotated[str, typer.Option(help="Prompt.")] = "",
     context_file: Annotated[
-        Path | None, typer.Option(help="A text of any length to read first.", exists=True, dir_okay=False)
+        Path | None,
+        typer.Option(help="Text of any length, read before the prompt.", exists=True, dir_okay=False),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 100,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 100,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from this many of the likeliest tokens; 0: all.")] = 40,
     top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this probability together.")
+        float,
+        typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that add up to this probability."),
     ] = 1.0,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text after which to stop; may be repeated.")] = None,
-    no_unknown: Annotated[bool, typer.Option("--no-unknown", help="Never write the token of unknown words.")] = False,
+    no_unknown: Annotated[bool, typer.Option("--no-unknown", help="Never generate the unknown token.")] = False,
     mem_len: Annotated[
-        int | None, typer.Option(min=0, help="Positions to remember.", show_default="the model's")
+        int | None, typer.Option(min=0, help="Memory length in tokens.", show_default="the model's")
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
 ) -> None:
-    """Write on from a prompt, after reading a context of any length once. Text is streamed to the terminal."""
+    """Generate text from a prompt, after a context of any length that is read once. Text is streamed as it comes."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -174,7 +171,7 @@ def generate(
         with _loading(model):
             tokenizer = AutoTokenizer.from_pretrained(model)
             loaded = TransfoXLForCausalLM.from_pretrained(model, **lengths)
-        # shown with the first piece, when nothing can be wrong any more
+        # shown with the first piece, after all checks
         unseen = [prompt]
 
         def write(piece: str) -> None:
@@ -206,17 +203,17 @@ def build_tokenizer(
     texts: Annotated[list[Path], typer.Argument(help="Text files, UTF-8.", exists=True, dir_okay=False)],
     output: Annotated[Path, typer.Option(help="Folder to write.")],
     mode: Annotated[
-        str, typer.Option(help="How text is cut: moses (raw text), pretokenized (white space), characters or bytes.")
+        str, typer.Option(help="How text is split: moses (raw text), pretokenized (white space), characters or bytes.")
     ] = "moses",
-    min_freq: Annotated[int, typer.Option(min=0, help="Leave out symbols that occur less often.")] = 0,
-    max_size: Annotated[int | None, typer.Option(min=1, help="Most symbols besides the special ones.")] = None,
+    min_freq: Annotated[int, typer.Option(min=0, help="Leave out symbols that occur less often than this.")] = 0,
+    max_size: Annotated[int | None, typer.Option(min=1, help="Most symbols, without the special ones.")] = None,
     special: Annotated[
         list[str] | None, typer.Option(help="A special token; may be repeated.", show_default="<eos>, <unk>")
     ] = None,
     lower_case: Annotated[bool, typer.Option("--lower-case", help="Lower-case text first.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace OUTPUT if it exists.")] = False,
 ) -> None:
-    """Count the symbols of texts and write a tokenizer that AutoTokenizer loads."""
+    """Build a vocabulary from texts and write a tokenizer that AutoTokenizer loads."""
     from .staging import check_writable, new_or_forced, written_beside
     from .tokenization_transfo_xl import AUTO, UNKNOWN_TOKENS, TransfoXLTokenizer, build_vocabulary
 
@@ -239,12 +236,12 @@ def build_tokenizer(
             tokenizer.save_pretrained(staging)
     typer.echo(f"{len(tokenizer)} symbols written to {output}")
     if tokenizer.unk_token is None:
-        typer.echo("None of them is for unknown symbols: text with one is an error.")
+        typer.echo("There is no token for unknown symbols: text with one raises an error.")
 
 
 @contextmanager
 def _errors_as_messages() -> Iterator[None]:
-    """What a user can mend becomes one message and exit status 2; a request to end lets go of what was begun."""
+    """Reports expected errors with exit code 2, and cleans up on SIGTERM."""
     with _ending_in_order():
         try:
             yield
@@ -255,7 +252,7 @@ def _errors_as_messages() -> Iterator[None]:
 
 @contextmanager
 def _loading(name: str) -> Iterator[None]:
-    """A damaged file makes whatever error its reader makes; say whose it is."""
+    """Turns errors of any kind, which damaged files raise, into one that names the model."""
     try:
         yield
     except (ValueError, OSError, ImportError, RuntimeError):
@@ -266,7 +263,7 @@ def _loading(name: str) -> Iterator[None]:
 
 @contextmanager
 def _ending_in_order() -> Iterator[None]:
-    """SIGTERM as an exception, so that unfinished folders go away. Only the main thread may set that."""
+    """Raises on SIGTERM, so that unfinished folders are removed. Only the main thread can install a handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,12 +1,11 @@
-"""Configuration of a Transformer-XL model.
+"""Configuration of a Transformer-XL model: its fields, the rules they obey, and the reading of published files.
 
-It reads every key that was ever published (the original PyTorch and TensorFlow scripts, transformers 2 to 4) and adds
-the fields in which those implementations disagree, so that one model class reproduces each of them. It is apart
-because it must load without torch modules; names follow the published `config.json` files, formulas
-[Dai et al., 2019](https://arxiv.org/abs/1901.02860).
+It reads every key of published `config.json` files (the original PyTorch and TensorFlow scripts, transformers 2 to 4)
+and keeps their names; further fields cover the differences between those implementations, so that one model class
+reproduces each of them. Formulas follow [Dai et al., 2019](https://arxiv.org/abs/1901.02860).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from huggingface_hub.dataclasses import strict
@@ -31,11 +30,11 @@ ATTENTION_KINDS = {
     2: "absolute_sinusoid",
     3: "absolute_learned",
 }
-# kinds that number positions and add them to the states, instead of reading distances
+# kinds that add absolute positions to the hidden states
 ABSOLUTE_KINDS = ("absolute_sinusoid", "absolute_learned")
 RELATIVE_KINDS = ("transformer_xl", "learned_relative", "shaw", "huang")
 MEMORY_INITS = ("empty", "zeros")
-# whose default is derived from other fields when a configuration is made
+# fields whose default is derived from other fields
 DERIVED_FIELDS = (
     "cutoffs",
     "d_embed",
@@ -46,29 +45,28 @@ DERIVED_FIELDS = (
     "max_relative_distance",
     "tie_projs",
 )
-# the published WikiText-103 models; a vocabulary that does not reach beyond the last one gets no clusters
+# of the published WikiText-103 models; by default a vocabulary of at most 200,000 tokens has no clusters
 PUBLISHED_CUTOFFS = [20000, 40000, 200000]
 
-
-# what is wrong, and valid values of fields that files of other codes have with values like these
+# message, and replacement values with which a file of another implementation can be loaded all the same
 Violation: TypeAlias = tuple[str, dict[str, Any]]
 
 
 def segment_window(mem_len: int, same_length: bool, includes_oldest: bool) -> int | None:
-    """Keys a query may see within memory and segment, itself included; `None`: everything before it.
+    """Number of keys a query attends to in memory and segment, itself included; `None`: all that precede it.
 
-    The original PyTorch code masks everything for `same_length` without memory; here it then has no effect.
+    Without memory `same_length` has no effect; the original PyTorch code then masks every key.
     """
     return mem_len + int(includes_oldest) if same_length and mem_len else None
 
 
 def beyond_memory(same_length: bool, includes_oldest: bool) -> int:
-    """Keys that the window of the library's caches has beyond `mem_len`."""
+    """Keys by which `sliding_window` exceeds `mem_len`: 0 or 1."""
     return int(not same_length or includes_oldest)
 
 
-def memory_of_window(window: Any, same_length: bool, includes_oldest: bool) -> int:
-    """The `mem_len` with which a position attends to `window` keys, itself included."""
+def mem_len_of_window(window: Any, same_length: bool, includes_oldest: bool) -> int:
+    """The `mem_len` that gives a sliding window of `window` keys, the position itself included."""
     least = beyond_memory(same_length, includes_oldest)
     if not isinstance(window, int) or isinstance(window, bool) or window < least:
         raise ValueError(f"`sliding_window` must be an int of at least {least}, but is {window!r}.")
@@ -83,15 +81,15 @@ class TransfoXLConfig(PreTrainedConfig):
 
     Args:
         vocab_size (`int`, defaults to 267735):
-            Number of tokens, sorted by falling frequency when there are clusters.
+            Number of tokens; with clusters, ids must be sorted by falling frequency.
         cutoffs (`list[int]`, *optional*):
             Ends of the vocabulary buckets, without 0 and without `vocab_size`. Tokens below the first cutoff form the
             shortlist; each further bucket is a cluster of rarer tokens. `[]` means a plain softmax. Default: the
             published ones for a vocabulary larger than 200,000, none otherwise. The original TensorFlow form
             `[0, …, vocab_size]` is read too.
-        d_model (`int`, defaults to 1024): Width of the hidden states; even, since half of a sinusoid is sines.
+        d_model (`int`, defaults to 1024): Width of the hidden states; even, for sines and cosines.
         d_embed (`int`, *optional*): Width of the shortlist's embeddings. Default: `d_model`.
-        n_head (`int`, defaults to 16): Attention heads.
+        n_head (`int`, defaults to 16): Number of attention heads.
         d_head (`int`, *optional*):
             Width of a head; `n_head * d_head` may differ from `d_model`. Default: `d_model // n_head`.
         d_inner (`int`, *optional*): Width of the feed-forward layer. Default: `4 * d_model`.
@@ -100,31 +98,31 @@ class TransfoXLConfig(PreTrainedConfig):
             clusters any other value than 1 only means that the embeddings are projected, as in transformers 4; 0 and
             below become 2.
         pre_lnorm (`bool`, defaults to `False`): Normalise the input of each sublayer instead of its output.
-        n_layer (`int`, defaults to 18): Layers.
-        mem_len (`int`, defaults to 1600): Positions of memory M that each layer keeps from earlier segments.
-        clamp_len (`int`, defaults to 1000): Distances above it count as it; not used if 0 or below.
+        n_layer (`int`, defaults to 18): Number of layers.
+        mem_len (`int`, defaults to 1600): Number of positions M that the memory stores of earlier segments.
+        clamp_len (`int`, defaults to 1000): Distances are clamped to this value; 0 or below: not clamped.
         same_length (`bool`, defaults to `True`):
-            Let every position attend to the same number of keys, a sliding window, instead of to the whole memory and
-            its segment so far. Without memory (`mem_len=0`) it has no effect.
+            Whether every position attends to the same number of keys (a sliding window) instead of the whole memory
+            and its segment so far. Without memory (`mem_len=0`) it has no effect.
         same_length_includes_oldest (`bool`, defaults to `False`):
             Width of that window: `mem_len` keys including the position itself (original PyTorch code, transformers)
             or, if `True`, `mem_len + 1` (TensorFlow, NVIDIA).
         memory_init (`str`, *optional*, defaults to `"empty"`):
-            What is remembered before the first token: nothing (`"empty"`: original PyTorch code, NVIDIA) or `mem_len`
-            zero vectors that are attended to (`"zeros"`: TensorFlow, transformers). A `config.json` without this
-            key was written by transformers 2 to 4 and means `"zeros"`.
+            Memory before the first token: nothing (`"empty"`: original PyTorch code, NVIDIA) or `mem_len` zero
+            vectors, which are attended to (`"zeros"`: TensorFlow, transformers). A `config.json` without this key was
+            written by transformers 2 to 4 and means `"zeros"`.
         attention_kind (`str`, *optional*, defaults to `"transformer_xl"`):
             Position encoding: `"transformer_xl"`, `"learned_relative"` (the original code's reading of Shaw et al.),
             `"shaw"` (Shaw et al. 2018), `"huang"` (Music Transformer), `"absolute_sinusoid"` (Vaswani et al. 2017) or
-            `"absolute_learned"` (Al-Rfou et al. 2018). `attn_type` of the original code is read. See
-            `docs/positions.md`.
+            `"absolute_learned"` (Al-Rfou et al. 2018). The original code's `attn_type` is also accepted.
+            See `docs/positions.md`.
         max_klen (`int`, *optional*):
-            Rows of the learned tables (`learned_relative`, `absolute_learned`), beyond which the farthest is repeated;
-            absolute kinds generate from the last `max_klen` tokens. Default: segment and memory of an old file
-            (`tgt_len + ext_len + mem_len`), else `2 * mem_len`, else 512.
+            Entries of the learned position tables (`learned_relative`, `absolute_learned`); larger distances use
+            the largest. Absolute kinds generate from the last `max_klen` tokens. Default: segment and memory of an old
+            file (`tgt_len + ext_len + mem_len`), else `2 * mem_len`, else 512.
         max_relative_distance (`int`, *optional*):
-            Distance K to which `shaw` and `huang` clip. Default: 16 as in Shaw et al.; `mem_len` or 512 for `huang`.
-        shaw_keys, shaw_values (`bool`, default to `True`): Whether kind `shaw` has its key and its value table.
+            Largest distance K of `shaw` and `huang`. Default: 16 as in Shaw et al.; `mem_len` or 512 for `huang`.
+        shaw_keys, shaw_values (`bool`, default to `True`): Whether kind `shaw` has a key and a value table.
         untie_r (`bool`, defaults to `True`): Biases u and v (section 3.3) per layer instead of shared by all layers.
         tie_word_embeddings (`bool`, defaults to `True`): Share each bucket's output weights with its embeddings.
         proj_share_all_but_first (`bool`, defaults to `True`): Default of `tie_projs` for the clusters.
@@ -133,19 +131,19 @@ class TransfoXLConfig(PreTrainedConfig):
         proj_same_dim (`bool`, defaults to `True`):
             With `div_val > 1`, project a bucket even if its embeddings already have `d_model` numbers
             (`False`: One Billion Word).
-        dropout (`float`, defaults to 0.1): On embeddings, positions, both sublayers and the final output.
-        dropatt (`float`, defaults to 0.0): On attention probabilities.
+        dropout (`float`, defaults to 0.1): Dropout of embeddings, positions, both sublayers and the final output.
+        dropatt (`float`, defaults to 0.0): Dropout of attention probabilities.
         layer_norm_epsilon (`float`, defaults to 1e-5): 1e-12 in the TensorFlow original.
         init (`str`, defaults to `"normal"`): `"normal"` or `"uniform"`.
         init_range (`float`, defaults to 0.01): Half width of the uniform initialisation.
         init_std (`float`, defaults to 0.02): Standard deviation of the normal initialisation.
         proj_init_std (`float`, defaults to 0.01): The same for the projections of the adaptive embedding and softmax.
-        sample_softmax (`int`, defaults to -1): Read from old files; a positive value is refused (it never worked).
+        sample_softmax (`int`, defaults to -1): Read from old files; positive values are not supported.
         ext_len (`int`, defaults to 0):
-            Read from old files: how many tokens of a segment an evaluation feeds again with the next one.
+            Read from old files: number of tokens that evaluation repeats at the start of the next segment.
 
     Raises:
-        ValueError: for a combination of values that no model can have; the message names it and shows the numbers.
+        ValueError: for values that no model can have; the message names every violated rule.
 
     Example:
 
@@ -211,57 +209,13 @@ class TransfoXLConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         refuse_arguments(kwargs, CONFIGURATION_ARGUMENTS)
-        # both follow from other fields and are no fields: checked below, when those are known
+        # derived properties, not fields: values given for them are checked once the fields are known
         sliding_window, layer_types = kwargs.pop("sliding_window", None), kwargs.pop("layer_types", None)
-        found: list[Violation] = []
-        if (attn_type := kwargs.pop("attn_type", None)) is not None:
-            kind = ATTENTION_KINDS.get(attn_type)
-            if kind is None:
-                found.append((f"`attn_type` must be one of {list(ATTENTION_KINDS)}, but is {attn_type!r}.", {}))
-            elif self.attention_kind not in (kind, type(self).attention_kind):
-                found.append(
-                    (
-                        f"`attention_kind` must be {kind!r} with `attn_type={attn_type}`, but is "
-                        f"{self.attention_kind!r}.",
-                        {},
-                    )
-                )
-            else:
-                self.attention_kind = kind
-        if kwargs.get("tie_weight") is False:
-            self.tie_word_embeddings = False
-        # name used by other readers of the TensorFlow models
-        if (share_proj := kwargs.get("share_proj")) is not None and self.tie_projs is None:
-            if isinstance(share_proj, bool):
-                self.proj_share_all_but_first = share_proj
-            else:
-                self.tie_projs = share_proj
-        # aliases of `attribute_map` arrive with these, so whatever depends on another field comes after
+        found = read_attn_type(self, kwargs.pop("attn_type", None))
+        read_tying(self, kwargs)
+        # sets the aliases of `attribute_map` too, so whatever depends on another field comes after
         super().__post_init__(**kwargs)
-        if self.cutoffs is None:
-            self.cutoffs = list(PUBLISHED_CUTOFFS) if self.vocab_size > PUBLISHED_CUTOFFS[-1] else []
-        self.cutoffs = list(self.cutoffs)
-        if self.cutoffs[:1] == [0] and self.cutoffs[-1] == self.vocab_size:
-            self.cutoffs = self.cutoffs[1:-1]
-        if self.d_embed is None:
-            self.d_embed = self.d_model
-        if self.d_head is None:
-            self.d_head = self.d_model // self.n_head if self.n_head else 0
-        if self.d_inner is None:
-            self.d_inner = 4 * self.d_model
-        if self.div_val is None:
-            self.div_val = 4 if self.cutoffs else 1
-        if not self.cutoffs and self.div_val < 1:
-            # only whether it is 1 is read then (projected or not); 2 is saved for what is not
-            self.div_val = 2
-        if self.tie_projs is None:
-            self.tie_projs = [False] + [self.proj_share_all_but_first] * len(self.cutoffs)
-        self.tie_projs = list(self.tie_projs)
-        if self.max_klen is None:
-            segment_length = kwargs.get("tgt_len") or self.mem_len
-            self.max_klen = (segment_length + self.ext_len + self.mem_len) or 512
-        if self.max_relative_distance is None:
-            self.max_relative_distance = (self.mem_len or 512) if self.attention_kind == "huang" else 16
+        derive_fields(self, kwargs.get("tgt_len"))
         # `strict` would wrap the error in a class that is no ValueError
         self._refuse(found)
         if sliding_window not in (None, self.sliding_window):
@@ -278,26 +232,8 @@ class TransfoXLConfig(PreTrainedConfig):
 
         Keyword arguments that name a field replace the file's value *before* anything is derived or checked.
         """
-        config_dict, given = dict(config_dict), set(kwargs)
-        # one meaning under two names: what the caller says replaces the file's, whichever name either uses
-        if {"attention_kind", "attn_type"} & set(kwargs):
-            for name in ("attention_kind", "attn_type"):
-                config_dict.pop(name, None)
-        if "attn_type" in kwargs:
-            config_dict["attn_type"] = kwargs.pop("attn_type")
-        for name in list(kwargs):
-            field = cls.attribute_map.get(name, name)
-            if field in TransfoXLConfig.__annotations__:
-                # the file may hold it under another of its names
-                for alias in (alias for alias, target in cls.attribute_map.items() if target == field):
-                    config_dict.pop(alias, None)
-                config_dict[field] = kwargs.pop(name)
-        if "sliding_window" in kwargs:
-            window = config_dict["sliding_window"] = kwargs.pop("sliding_window")
-            if "mem_len" not in given:
-                same_length = config_dict.get("same_length", cls.same_length)
-                includes_oldest = config_dict.get("same_length_includes_oldest", cls.same_length_includes_oldest)
-                config_dict["mem_len"] = memory_of_window(window, same_length, includes_oldest)
+        config_dict = dict(config_dict)
+        replace_fields(config_dict, kwargs, cls)
         kind = config_dict.get("attention_kind") or ATTENTION_KINDS.get(config_dict.get("attn_type", 0))
         config_dict.setdefault("memory_init", "empty" if kind in ABSOLUTE_KINDS else "zeros")
         return super().from_dict(config_dict, **kwargs)
@@ -335,35 +271,35 @@ class TransfoXLConfig(PreTrainedConfig):
 
     @property
     def has_one_head(self) -> bool:
-        """Whether the logits are hidden states times one matrix."""
+        """Whether the logits are one linear function of the hidden states."""
         return not self.cutoffs and not self.has_projection(0)
 
     @property
     def is_absolute(self) -> bool:
-        """Whether positions are added to the states, so that neither keys nor values can be kept."""
+        """Whether positions are added to the hidden states, so that keys and values cannot be cached."""
         return self.attention_kind in ABSOLUTE_KINDS
 
     @property
     def sliding_window(self) -> int:
-        """Keys that a position attends to under the window rule: itself and what the memory holds.
+        """Number of keys a position attends to under the window rule: itself and those a memory would hold.
 
-        The library's caches keep `sliding_window - 1` positions. With a window of 1 nothing is kept.
+        The library's caches store `sliding_window - 1` positions, so a window of 1 stores nothing.
         """
         return self.mem_len + beyond_memory(self.same_length, self.same_length_includes_oldest)
 
     @sliding_window.setter
     def sliding_window(self, window: int) -> None:
-        """Sets `mem_len` to what such a window remembers."""
-        self.mem_len = memory_of_window(window, self.same_length, self.same_length_includes_oldest)
+        """Set the `mem_len` that gives this window."""
+        self.mem_len = mem_len_of_window(window, self.same_length, self.same_length_includes_oldest)
 
     @property
     def layer_types(self) -> list[str]:
-        """What the library calls the attention of each layer: all are sliding windows."""
+        """Attention type of each layer in the library's terms: all are sliding windows."""
         return ["sliding_attention"] * self.n_layer
 
     @layer_types.setter
     def layer_types(self, kinds: list[str]) -> None:
-        """Accepts what the property returns and refuses the rest."""
+        """Accept the value of the property and no other."""
         if list(kinds) != self.layer_types:
             raise ValueError(
                 f"`layer_types` must be {self.layer_types} (`n_layer` sliding windows), but is {kinds!r}."
@@ -371,20 +307,21 @@ class TransfoXLConfig(PreTrainedConfig):
 
     @property
     def attn_type(self) -> int | None:
-        """`attention_kind` as the original code numbers it, `None` for kinds that it does not know."""
+        """Number of `attention_kind` in the original code; `None` for kinds it does not have."""
         return next((number for number, kind in ATTENTION_KINDS.items() if kind == self.attention_kind), None)
 
     # --- rules
 
     def validate_architecture(self) -> None:
-        """Refuse what no model can have. Called again where a model or a memory is made of a configuration, whose
-        fields may have been set since.
+        """Raise an error for values that no model can have.
+
+        Models and memories call it too, since fields may have been set after construction.
         """
         self._refuse()
 
     def _refuse(self, found: Iterable[Violation] = ()) -> None:
-        """Raise one `ValueError` that names every violated rule, those `found` before first."""
-        violations = [*found, *self._violations()]
+        """Raise one `ValueError` that names every violated rule, `found` first."""
+        violations = [*found, *find_violations(self)]
         messages = [message for message, _ in violations]
         if len(messages) > 1:
             messages = [f"The configuration breaks {len(messages)} rules:", *(f"- {message}" for message in messages)]
@@ -393,81 +330,194 @@ class TransfoXLConfig(PreTrainedConfig):
         if messages:
             raise ValueError("\n".join(messages))
 
-    def _violations(self) -> Iterator[Violation]:
-        unknown = [name for name in DERIVED_FIELDS if getattr(self, name) is None]
-        if unknown:
-            for name in unknown:
-                yield f"`{name}` must have a value once the configuration is made, which derives it, but is None.", {}
-            return
-        sizes = ("vocab_size", "d_model", "d_embed", "n_head", "d_head", "d_inner", "n_layer")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                yield f"`{name}` must be at least 1, but is {getattr(self, name)}.", {}
-        if self.div_val < 1:
-            yield f"`div_val` must be at least 1, but is {self.div_val}.", {"div_val": 1}
-        if self.d_model % 2:
-            yield f"`d_model` must be even (half of a position is sines), but is {self.d_model}.", {}
-        if self.mem_len < 0:
-            yield f"`mem_len` must be 0 (no memory) or more, but is {self.mem_len}.", {"mem_len": 0}
-        if self.ext_len < 0:
-            yield f"`ext_len` must be 0 or more, but is {self.ext_len}.", {"ext_len": 0}
-        starts = [0, *self.cutoffs]
-        if any(end <= start for start, end in zip(starts, self.bucket_ends, strict=True)) and self.vocab_size > 0:
-            yield (
-                (
-                    f"`cutoffs` must be strictly increasing, above 0 and below `vocab_size` ({self.vocab_size}), but "
-                    f"is {self.cutoffs}. For a plain softmax, which suits a small vocabulary, pass `cutoffs=[]`."
-                ),
-                {},
-            )
-        # rounded down where it does not divide, as in the original code
-        narrowing = max(self.div_val, 1) ** self.num_clusters
-        if 1 <= self.d_embed < narrowing:
-            yield (
-                (
-                    f"`d_embed` must be at least `div_val` ** number of clusters ({self.div_val}**{self.num_clusters} "
-                    f"= {narrowing}), the factor by which the last cluster is narrower, but is {self.d_embed}."
-                ),
-                {},
-            )
-        for name in ("init_range", "init_std", "proj_init_std"):
-            if getattr(self, name) < 0:
-                yield f"`{name}` must be 0 or more, but is {getattr(self, name)}.", {}
-        for name in ("dropout", "dropatt"):
-            if not 0 <= getattr(self, name) < 1:
-                yield f"`{name}` must be at least 0 and below 1, but is {getattr(self, name)}.", {}
-        if self.layer_norm_epsilon <= 0:
-            yield f"`layer_norm_epsilon` must be above 0, but is {self.layer_norm_epsilon}.", {}
-        for name, allowed in (
-            ("memory_init", MEMORY_INITS),
-            ("attention_kind", (*RELATIVE_KINDS, *ABSOLUTE_KINDS)),
-            ("init", ("normal", "uniform")),
-        ):
-            if getattr(self, name) not in allowed:
-                yield f"`{name}` must be one of {list(allowed)}, but is {getattr(self, name)!r}.", {}
-        # by default a sum of lengths that are refused above
-        if self.max_klen < 1 and self.mem_len >= 0 and self.ext_len >= 0:
-            yield f"`max_klen` must be at least 1, but is {self.max_klen}.", {}
-        if self.max_relative_distance < 0 and self.mem_len >= 0:
-            yield f"`max_relative_distance` must be 0 or more, but is {self.max_relative_distance}.", {}
-        if self.attention_kind == "shaw" and not (self.shaw_keys or self.shaw_values):
-            yield ("`shaw_keys` or `shaw_values` must be True for `attention_kind='shaw'`, but both are False."), {}
-        if self.is_absolute and self.memory_init != "empty":
-            yield (
-                (
-                    f"`memory_init` must be 'empty' for `attention_kind={self.attention_kind!r}`: a zero state before "
-                    f"the first token would have a position, but is {self.memory_init!r}."
-                ),
-                {},
-            )
-        if self.sample_softmax > 0:
-            yield (
-                (
-                    "`sample_softmax` must be 0 or below: a sampled softmax is not supported (no published code could "
-                    f"train with it), but is {self.sample_softmax}."
-                ),
-                {"sample_softmax": -1},
-            )
+
+# --- reading of old files
+
+
+def read_attn_type(config: TransfoXLConfig, attn_type: Any) -> list[Violation]:
+    """Set `attention_kind` from its number in the original code, if one is given; returns what is wrong with it."""
+    if attn_type is None:
+        return []
+    kind = ATTENTION_KINDS.get(attn_type)
+    if kind is None:
+        return [(f"`attn_type` must be one of {list(ATTENTION_KINDS)}, but is {attn_type!r}.", {})]
+    if config.attention_kind not in (kind, type(config).attention_kind):
+        message = f"`attention_kind` must be {kind!r} with `attn_type={attn_type}`, but is {config.attention_kind!r}."
+        return [(message, {})]
+    config.attention_kind = kind
+    return []
+
+
+def read_tying(config: TransfoXLConfig, arguments: Mapping[str, Any]) -> None:
+    """Set the fields of weight tying from their names in old files, `tie_weight` and `share_proj`."""
+    if arguments.get("tie_weight") is False:
+        config.tie_word_embeddings = False
+    share_proj = arguments.get("share_proj")
+    if share_proj is None or config.tie_projs is not None:
+        return
+    if isinstance(share_proj, bool):
+        config.proj_share_all_but_first = share_proj
+    else:
+        config.tie_projs = share_proj
+
+
+def replace_fields(stored: dict[str, Any], arguments: dict[str, Any], config_class: Any) -> None:
+    """Move arguments that name a field, under any of its names, into a file's contents and replace its values.
+
+    Args:
+        stored (`dict`): Contents of a `config.json`; changed.
+        arguments (`dict`): Keyword arguments of the caller; those that name a field are removed.
+        config_class (`type`): Gives the aliases of fields.
+    """
+    gives_length = "mem_len" in arguments
+    if {"attention_kind", "attn_type"} & set(arguments):
+        for name in ("attention_kind", "attn_type"):
+            stored.pop(name, None)
+    if "attn_type" in arguments:
+        stored["attn_type"] = arguments.pop("attn_type")
+    aliases = config_class.attribute_map
+    for name in list(arguments):
+        field = aliases.get(name, name)
+        if field in TransfoXLConfig.__annotations__:
+            for alias in (alias for alias, target in aliases.items() if target == field):
+                stored.pop(alias, None)
+            stored[field] = arguments.pop(name)
+    if "sliding_window" in arguments:
+        window = stored["sliding_window"] = arguments.pop("sliding_window")
+        if not gives_length:
+            same_length = stored.get("same_length", config_class.same_length)
+            includes_oldest = stored.get("same_length_includes_oldest", config_class.same_length_includes_oldest)
+            stored["mem_len"] = mem_len_of_window(window, same_length, includes_oldest)
+
+
+# --- derived fields
+
+
+def derive_fields(config: TransfoXLConfig, segment_length: int | None) -> None:
+    """Set the fields that are `None` to their derived defaults.
+
+    Args:
+        config (`TransfoXLConfig`): The configuration.
+        segment_length (`int`, *optional*): `tgt_len` of an old file.
+    """
+    if config.cutoffs is None:
+        config.cutoffs = list(PUBLISHED_CUTOFFS) if config.vocab_size > PUBLISHED_CUTOFFS[-1] else []
+    config.cutoffs = list(config.cutoffs)
+    if config.cutoffs[:1] == [0] and config.cutoffs[-1] == config.vocab_size:
+        config.cutoffs = config.cutoffs[1:-1]
+    if config.d_embed is None:
+        config.d_embed = config.d_model
+    if config.d_head is None:
+        config.d_head = config.d_model // config.n_head if config.n_head else 0
+    if config.d_inner is None:
+        config.d_inner = 4 * config.d_model
+    if config.div_val is None:
+        config.div_val = 4 if config.cutoffs else 1
+    if not config.cutoffs and config.div_val < 1:
+        # without clusters `div_val` only decides whether embeddings are projected; 2 stands for all but 1
+        config.div_val = 2
+    if config.tie_projs is None:
+        config.tie_projs = [False] + [config.proj_share_all_but_first] * len(config.cutoffs)
+    config.tie_projs = list(config.tie_projs)
+    if config.max_klen is None:
+        config.max_klen = ((segment_length or config.mem_len) + config.ext_len + config.mem_len) or 512
+    if config.max_relative_distance is None:
+        config.max_relative_distance = (config.mem_len or 512) if config.attention_kind == "huang" else 16
+
+
+# --- rules
+
+
+def find_violations(config: TransfoXLConfig) -> Iterator[Violation]:
+    """Every rule that a configuration violates; if derived fields are missing, only these."""
+    if missing := [name for name in DERIVED_FIELDS if getattr(config, name) is None]:
+        for name in missing:
+            yield f"`{name}` must not be None after construction, which derives it, but is None.", {}
+        return
+    yield from size_violations(config)
+    yield from vocabulary_violations(config)
+    yield from range_violations(config)
+    yield from attention_violations(config)
+
+
+def size_violations(config: TransfoXLConfig) -> Iterator[Violation]:
+    for name in ("vocab_size", "d_model", "d_embed", "n_head", "d_head", "d_inner", "n_layer"):
+        if getattr(config, name) < 1:
+            yield f"`{name}` must be at least 1, but is {getattr(config, name)}.", {}
+    if config.div_val < 1:
+        yield f"`div_val` must be at least 1, but is {config.div_val}.", {"div_val": 1}
+    if config.d_model % 2:
+        yield f"`d_model` must be even, but is {config.d_model}: a sinusoid is half sines, half cosines.", {}
+    if config.mem_len < 0:
+        yield f"`mem_len` must be 0 (no memory) or more, but is {config.mem_len}.", {"mem_len": 0}
+    if config.ext_len < 0:
+        yield f"`ext_len` must be 0 or more, but is {config.ext_len}.", {"ext_len": 0}
+
+
+def vocabulary_violations(config: TransfoXLConfig) -> Iterator[Violation]:
+    starts, ends = [0, *config.cutoffs], config.bucket_ends
+    if any(end <= start for start, end in zip(starts, ends, strict=True)) and config.vocab_size > 0:
+        yield (
+            (
+                f"`cutoffs` must be strictly increasing, above 0 and below `vocab_size` ({config.vocab_size}), but "
+                f"is {config.cutoffs}. For a plain softmax, which suits a small vocabulary, pass `cutoffs=[]`."
+            ),
+            {},
+        )
+    # a width that is not divisible is rounded down, as in the original code
+    narrowing = max(config.div_val, 1) ** config.num_clusters
+    if 1 <= config.d_embed < narrowing:
+        yield (
+            (
+                f"`d_embed` must be at least `div_val` ** number of clusters ({config.div_val}**{config.num_clusters} "
+                f"= {narrowing}), but is {config.d_embed}: the last cluster is narrower by this factor."
+            ),
+            {},
+        )
+
+
+def range_violations(config: TransfoXLConfig) -> Iterator[Violation]:
+    for name in ("init_range", "init_std", "proj_init_std"):
+        if getattr(config, name) < 0:
+            yield f"`{name}` must be 0 or more, but is {getattr(config, name)}.", {}
+    for name in ("dropout", "dropatt"):
+        if not 0 <= getattr(config, name) < 1:
+            yield f"`{name}` must be at least 0 and below 1, but is {getattr(config, name)}.", {}
+    if config.layer_norm_epsilon <= 0:
+        yield f"`layer_norm_epsilon` must be above 0, but is {config.layer_norm_epsilon}.", {}
+
+
+def attention_violations(config: TransfoXLConfig) -> Iterator[Violation]:
+    for name, allowed in (
+        ("memory_init", MEMORY_INITS),
+        ("attention_kind", (*RELATIVE_KINDS, *ABSOLUTE_KINDS)),
+        ("init", ("normal", "uniform")),
+    ):
+        if getattr(config, name) not in allowed:
+            yield f"`{name}` must be one of {list(allowed)}, but is {getattr(config, name)!r}.", {}
+    # the default is a sum of lengths, whose own violations suffice
+    if config.max_klen < 1 and config.mem_len >= 0 and config.ext_len >= 0:
+        yield f"`max_klen` must be at least 1, but is {config.max_klen}.", {}
+    if config.max_relative_distance < 0 and config.mem_len >= 0:
+        yield f"`max_relative_distance` must be 0 or more, but is {config.max_relative_distance}.", {}
+    if config.attention_kind == "shaw" and not (config.shaw_keys or config.shaw_values):
+        yield "`shaw_keys` or `shaw_values` must be True for `attention_kind='shaw'`, but both are False.", {}
+    if config.is_absolute and config.memory_init != "empty":
+        yield (
+            (
+                f"`memory_init` must be 'empty' for `attention_kind={config.attention_kind!r}`, but is "
+                f"{config.memory_init!r}: a zero state would carry a position."
+            ),
+            {},
+        )
+    if config.sample_softmax > 0:
+        yield (
+            (
+                f"`sample_softmax` must be 0 or below, but is {config.sample_softmax}: a sampled softmax is not "
+                "supported (no published code could train with it)."
+            ),
+            {"sample_softmax": -1},
+        )
 
 
 __all__ = ["TransfoXLConfig"]

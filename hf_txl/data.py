@@ -1,8 +1,8 @@
-"""Token streams for a model with memory: batches whose rows go on where they stopped.
+"""Token streams for a model with memory: each batch row continues the same row of the batch before.
 
 A memory is meaningful only if row r of a batch continues row r of the batch before it. So a text is cut into as many
 contiguous pieces as a batch has rows, and all rows are read in parallel, segment by segment (`LMOrderedIterator` of
-the original PyTorch code). It is apart from training since evaluation and other training loops need it too.
+the original PyTorch code). Training, evaluation and other training loops use the same streams.
 """
 
 import warnings
@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .corpus import COLUMN, as_tokens, read_tokens
+from .token_ids import COLUMN, as_tokens, checked_tokens, read_tokens
 
 LOSSES = ("full", "half")
-# of random segment lengths: `std` and `min_len` of the original's `get_varlen_iter`
+# random segment lengths: `std` and `min_len` of the original's `get_varlen_iter`
 DEVIATION = 5
 SHORTEST = 5
-# of a data set
+# rows of a data set
 ROWS_READ_TOGETHER = 64
 # a target that is not scored
 IGNORED = -100
@@ -30,8 +30,8 @@ IGNORED = -100
 def num_unscored(length: int, loss: str) -> int:
     """Positions at the start of a segment that are not scored.
 
-    With `"half"` these are `length // 2`: only the recent half of a segment counts, where a prediction has the most
-    before it (section 4.2 and the ablation in Table 6 of [Dai et al., 2019](https://arxiv.org/abs/1901.02860)). The
+    With `"half"` these are `length // 2`: only the recent half of a segment is scored, where predictions have most
+    context (section 4.2 and the ablation in Table 6 of [Dai et al., 2019](https://arxiv.org/abs/1901.02860)). The
     middle position of an odd length is scored, so a segment of one token is too. With `"full"` there are none.
 
     Args:
@@ -46,7 +46,7 @@ def num_unscored(length: int, loss: str) -> int:
 class TokenStreams(IterableDataset[dict[str, torch.Tensor]]):
     """One long text as `batch_size` streams that are read in parallel.
 
-    Row r of a batch reads piece r of the text, `len(token_ids) // batch_size` tokens (what is left over at the end is
+    Row r of a batch reads piece r of the text, `len(token_ids) // batch_size` tokens (the remainder at the end is
     dropped). Every token of a piece but its first is a target exactly once, whatever the segment length, so a piece of
     N tokens has N - 1 targets; with `loss="half"` only those in the recent half of a segment are, and all tokens are
     read.
@@ -55,11 +55,11 @@ class TokenStreams(IterableDataset[dict[str, torch.Tensor]]):
     `batch_size` (`per_device_train_batch_size` of `Trainer`, times the number of processes) thus makes batches whose
     rows continue those of the batch before. Since this is an `IterableDataset`, a `DataLoader` refuses `shuffle=True`
     and `Trainer` does not shuffle. `Trainer` needs `remove_unused_columns=False`, or it drops `shift_labels`. The
-    memory starts afresh with each pass over the text, since the next pass begins elsewhere.
+    memory must be reset for each pass over the text, since the next pass begins elsewhere.
 
     An item holds tensors of shape `(time,)`: `input_ids`; `shift_labels`, the token that follows each of them (in the
     last position: the first of the next segment), on which the model is scored; and `labels`, a copy of `input_ids`,
-    by which `Trainer` sees that there is a loss. Given both, the model uses `shift_labels`.
+    by which `Trainer` recognises that there is a loss. Given both, the model uses `shift_labels`.
 
     Args:
         token_ids (`torch.Tensor` or array of shape `(num_tokens,)`, sequence of `int`, or `datasets.Dataset`):
@@ -75,9 +75,9 @@ class TokenStreams(IterableDataset[dict[str, torch.Tensor]]):
             odd lengths and the source are those of [`num_unscored`]; a shorter last segment is halved by its own
             length.
         varlen (`bool`, defaults to `False`):
-            Segments of random length, the original's `--varlen`: normal about `segment_length`, in one case of twenty
-            about half of it, with a standard deviation of 5, at least 5 and at most `segment_length + 15` tokens. The
-            lengths of an epoch are those of every other one in another order.
+            Segments of random length, the original's `--varlen`: normally distributed around `segment_length`, in one
+            case of twenty around half of it, with a standard deviation of 5, at least 5 and at most
+            `segment_length + 15` tokens. Every epoch has the same lengths in another order.
         seed (`int`, defaults to 0): Seed of these lengths.
         mark_starts (`bool`, defaults to `False`):
             Add `reset_memory` to each item, a boolean of shape `()`: whether its row begins here, so that its memory
@@ -122,16 +122,16 @@ class TokenStreams(IterableDataset[dict[str, torch.Tensor]]):
         self.loss = loss
         self.seed = seed
         self.mark_starts = mark_starts
-        # targets before each segment, and of all of them
+        # number of targets before each segment, and in all
         self._starts = _segment_starts(self.row_length - 1, segment_length, drop_last, seed if varlen else None)
         self.num_segments = len(self._starts) - 1
         self._varlen = varlen
-        # shared, so that worker processes that live longer than an epoch see it change
+        # in shared memory, so that persistent worker processes see it change
         self._epoch = torch.zeros((), dtype=torch.long).share_memory_()
         self._ordered: tuple[int, np.ndarray] = 0, self._starts
 
     def settings(self) -> dict[str, Any]:
-        """What decides which streams a text becomes, as JSON can hold it."""
+        """The settings that determine how a text becomes streams, as JSON values."""
         return {
             **{"streams": type(self).__name__, "segment_length": self.segment_length, "loss": self.loss},
             **{"varlen": self._varlen, "seed": self.seed, "segments": self.num_segments},
@@ -148,7 +148,7 @@ class TokenStreams(IterableDataset[dict[str, torch.Tensor]]):
     def _starts_of_epoch(self) -> np.ndarray:
         epoch = int(self._epoch)
         if self._varlen and self._ordered[0] != epoch:
-            # the last one is what was left over; it stays where it is
+            # the last segment is the remainder; it stays in place
             lengths = np.diff(self._starts)
             np.random.default_rng([self.seed, epoch]).shuffle(lengths[:-1])
             self._ordered = epoch, np.concatenate([[0], np.cumsum(lengths)])
@@ -189,10 +189,16 @@ def _share_of_worker() -> tuple[int, int]:
 
 
 def check_sizes(**sizes: int) -> None:
-    """Refuse what is no size, by its name."""
+    """Refuse sizes that are not ints of at least 1."""
     for name, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"`{name}` must be an int of at least 1, but is {size!r}.")
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that NumPy does not take."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"`seed` must be between 0 and 2**32 - 1, but is {seed}.")
 
 
 def _stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -217,14 +223,14 @@ def _segment_starts(num_targets: int, segment_length: int, drop_last: bool, seed
 
 
 class DocumentStreams(IterableDataset[dict[str, torch.Tensor]]):
-    """Many texts as `batch_size` streams: a row whose text has ended goes on with the next one.
+    """Many texts as `batch_size` streams: a row whose text has ended continues with the next one.
 
     For corpora of documents or sentences, of known number or not (`datasets.IterableDataset`), which may be larger
-    than memory. Each text is read by one row, in the order in which rows become free. Items come segment-major, as
-    those of [`TokenStreams`], and hold what they hold and `reset_memory`, a boolean of shape `()`: whether the row
-    begins a new stream here, so that its memory must be reset before the segment is read. Where a row has fewer tokens
-    than the segment, all rows of it come with an `attention_mask`, 0 at the pads behind the last token, whose
-    `shift_labels` are -100.
+    than memory. Each text is read by one row, in the order in which rows become free. Items come segment-major and
+    have the entries of [`TokenStreams`] and `reset_memory`, a boolean of shape `()`: whether the row begins a new
+    stream here, so that its memory must be reset before the segment is read. Where a row has fewer tokens than the
+    segment, all rows of the segment have an `attention_mask`, 0 at the right padding, whose `shift_labels` are
+    -100.
 
     Args:
         documents (`Iterable[list[int]]`, `datasets.Dataset` or `datasets.IterableDataset`):
@@ -232,15 +238,14 @@ class DocumentStreams(IterableDataset[dict[str, torch.Tensor]]):
         batch_size (`int`): Rows of a batch.
         segment_length (`int`): Tokens of a row in one batch.
         separate (`bool`, defaults to `True`):
-            Whether each text is a stream of its own: nothing is remembered across its start, and one of n tokens has
-            n - 1 targets. Else the texts of a row follow each other without a border, as the original reads the
-            shuffled sentences of the One Billion Word corpus (`LMShuffledIterator`): a row of N tokens in all has
-            N - 1 targets.
+            Whether each text is a stream of its own: the memory is reset at its start, and a text of n tokens has
+            n - 1 targets. Otherwise the texts of a row are concatenated, as the original reads the shuffled sentences
+            of the One Billion Word corpus (`LMShuffledIterator`): a row of N tokens in all has N - 1 targets.
         shuffle (`bool`, defaults to `False`):
             Read the texts in another order in every epoch. An `IterableDataset` shuffles by its own `shuffle`.
         seed (`int`, defaults to 0): Seed of the order.
         repeat (`bool`, defaults to `False`):
-            Begin again after the last text, without end, each time as the next epoch: for training a number of steps.
+            Begin the next epoch after the last text, endlessly: for training a number of steps.
 
     Example:
 
@@ -266,8 +271,8 @@ class DocumentStreams(IterableDataset[dict[str, torch.Tensor]]):
         check_sizes(batch_size=batch_size, segment_length=segment_length)
         if not isinstance(documents, Iterable) or isinstance(documents, Iterator):
             raise ValueError(
-                f"`documents` must be something that can be read once per epoch, such as a list or a data set, "
-                f"but is a {type(documents).__name__}."
+                f"`documents` must be iterable more than once, such as a list or a data set, but is a "
+                f"{type(documents).__name__}."
             )
         if shuffle and not hasattr(documents, "__getitem__"):
             raise ValueError(
@@ -288,14 +293,14 @@ class DocumentStreams(IterableDataset[dict[str, torch.Tensor]]):
         self._epoch.fill_(epoch)
 
     def settings(self) -> dict[str, Any]:
-        """What decides which streams texts become, as JSON can hold it."""
+        """The settings that determine how texts become streams, as JSON values."""
         return {
             **{"streams": type(self).__name__, "segment_length": self.segment_length, "separate": self.separate},
             **{"shuffle": self.shuffle, "seed": self.seed},
         }
 
     def _texts(self, epoch: int) -> Iterator[torch.Tensor]:
-        """The texts of an epoch that have a target."""
+        """The texts of an epoch that have at least one target."""
         documents = self.documents
         if hasattr(documents, "set_epoch"):
             documents.set_epoch(epoch)
@@ -303,7 +308,7 @@ class DocumentStreams(IterableDataset[dict[str, torch.Tensor]]):
             order = np.random.default_rng([self.seed, epoch]).permutation(len(documents)).tolist()
             texts: Iterable[Any] = (documents[index] for index in order)
         elif hasattr(documents, "column_names"):
-            # unlike iteration, this gives every process all of a streamed data set
+            # unlike iteration, this does not split a streamed data set among processes
             texts = chain.from_iterable(batch[COLUMN] for batch in documents.iter(ROWS_READ_TOGETHER))
         else:
             texts = documents
@@ -326,7 +331,7 @@ class DocumentStreams(IterableDataset[dict[str, torch.Tensor]]):
 
     def _segments_of(self, texts: Iterator[torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         length = self.segment_length
-        # per row: what has not been read, after its first token a target each; and whether nothing of it has
+        # per row: the unread tokens, each but the first a target too; and whether nothing of the text was read
         waiting = [torch.empty(0, dtype=torch.long)] * self.batch_size
         is_new = [True] * self.batch_size
         while True:
@@ -358,7 +363,7 @@ class DocumentStreams(IterableDataset[dict[str, torch.Tensor]]):
             yield batch
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        # which row reads a text depends on all before it, so every worker lays out all and gives its part
+        # which row reads a text depends on all texts before, so every worker lays out all and yields its part
         first, step = _share_of_worker()
         for segment in islice(self.segments(), first, None, step):
             for row in range(self.batch_size):
@@ -366,25 +371,21 @@ class DocumentStreams(IterableDataset[dict[str, torch.Tensor]]):
 
 
 def check_frequency_order(token_ids: Any, config: Any) -> list[float]:
-    """Warn where a cluster of the vocabulary is used more than a bucket before it.
+    """Warn if a cluster of the vocabulary is used more often per token than a bucket before it.
 
     Adaptive embedding and softmax expect a vocabulary sorted by falling frequency: tokens below the first cutoff have
-    the widest vectors and cost least, those of the last cluster the narrowest. With `vocab_size=100` and
-    `cutoffs=[10, 50]`, ids 0 to 9 should be the most frequent tokens of the training text and 50 to 99 the rarest.
+    the widest vectors and the cheapest softmax, those of the last cluster the narrowest vectors. With
+    `vocab_size=100` and `cutoffs=[10, 50]`, ids 0 to 9 should be the most frequent tokens of the training text and 50
+    to 99 the rarest.
 
     Args:
         token_ids: The training text, or much of it; as for [`TokenStreams`].
         config (`TransfoXLConfig`): Configuration with `bucket_ends`.
 
     Returns:
-        `list[float]`: How often a token of each bucket occurs on average: occurrences divided by bucket size.
+        `list[float]`: Mean number of occurrences of a token of each bucket.
     """
-    tokens = read_tokens(as_tokens(token_ids))
-    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < config.vocab_size:
-        raise ValueError(
-            f"`token_ids` must be between 0 and {config.vocab_size - 1} (`vocab_size` {config.vocab_size}), but has "
-            f"values from {int(tokens.min())} to {int(tokens.max())}."
-        )
+    tokens = checked_tokens("token_ids", token_ids, config.vocab_size)
     counts = torch.bincount(tokens, minlength=config.vocab_size)
     ends = config.bucket_ends
     starts = [0, *ends[:-1]]
@@ -397,7 +398,7 @@ def check_frequency_order(token_ids: Any, config: Any) -> list[float]:
         warnings.warn(
             f"`cutoffs` {ends[:-1]} expect a vocabulary sorted by falling frequency, but cluster(s) {wrong} are used "
             f"more than a bucket before them. Average occurrences per token: {table}. Sort the vocabulary by "
-            "frequency, or use `cutoffs=[]`; the model is right either way, but slower or worse than it could be.",
+            "frequency, or use `cutoffs=[]`; the model is correct either way, but slower or less accurate.",
             stacklevel=2,
         )
     return rates

@@ -1,6 +1,6 @@
-"""The demo: train a small character model, measure what its memory is worth, save, reload and sample it.
+"""The demo: train a small character model, measure what its memory gains, save, reload and sample it.
 
-It takes the way of a real training run, in minutes on two cores: a vocabulary counted from the text, streams that
+It has the steps of a real training run, in minutes on two cores: a vocabulary counted from the text, streams that
 continue from batch to batch in a [`TransfoXLTrainer`], warm-up and cosine decay, gradients clipped at 0.25, and
 evaluation of held-out text with memories of several lengths. The text is in `demo_text`, whose `SOURCE.txt` gives its
 origin.
@@ -22,6 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback
 
 from .configuration_transfo_xl import TransfoXLConfig
+from .data import check_seed
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .scoring import StreamScore, evaluate_stream
 from .staging import check_writable, written_beside
@@ -29,13 +30,13 @@ from .text_generation import generate_text
 from .tokenization_transfo_xl import TransfoXLTokenizer, build_vocabulary
 from .training import TransfoXLTrainer, TransfoXLTrainingArguments
 
-# marks a folder that a demo wrote, and holds its numbers
+# marks a folder written by a demo, and holds its results
 RESULTS_FILE = "demo.json"
 
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """Size of the model and settings of its training. The defaults take two cores a few minutes.
+    """Size of the model and settings of its training. The defaults take a few minutes on two cores.
 
     Args:
         steps (`int`): Optimizer steps.
@@ -43,7 +44,7 @@ class DemoSettings:
         segment_length (`int`): Characters per stream and step, and positions of memory: L = M.
         n_layer, d_model, n_head, d_inner (`int`): Size of the model.
         learning_rate (`float`): Highest learning rate.
-        warmup (`float`): Part of the steps in which it rises.
+        warmup (`float`): Fraction of the steps that warm up.
         weight_decay (`float`): For matrices; biases, normalisations and the two attention biases have none.
         clip (`float`): Largest norm of the gradient.
         held_out (`int`, *optional*): Held-out characters to evaluate, all if `None`.
@@ -65,16 +66,16 @@ class DemoSettings:
     sample_length: int = 400
 
 
-# seconds instead of minutes: enough to see that all parts work
+# takes seconds instead of minutes: enough to see that all parts work
 QUICK = DemoSettings(steps=150, n_layer=3, d_model=64, n_head=2, d_inner=256, held_out=20_000, sample_length=200)
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What a demo measured.
+    """Result of a demo.
 
     Args:
-        folder (`Path`): Where the model and tokenizer lie.
+        folder (`Path`): Folder of the model and tokenizer.
         segment_length (`int`): L, also the memory length in training.
         scores (`dict[int, StreamScore]`): Held-out text, by memory length: 0, L and 4L.
         num_parameters (`int`): Parameters of the model, shared ones once.
@@ -127,7 +128,7 @@ class DemoResult:
 def demo_text() -> str:
     """The text that ships with the package."""
     archive = resources.files("hf_txl") / "demo_text" / "tinyshakespeare.txt.xz"
-    # decoded here, since reading as text would change line ends
+    # decoded here, since reading as text would convert line ends
     return lzma.decompress(archive.read_bytes()).decode("ascii")
 
 
@@ -147,7 +148,7 @@ def _new_model(settings: DemoSettings, vocab_size: int) -> TransfoXLForCausalLM:
             mem_len=settings.segment_length,
             clamp_len=-1,
             same_length=False,
-            # so short a training does not overfit
+            # a training this short does not overfit
             dropout=0.0,
         )
     )
@@ -191,7 +192,7 @@ def _train(
 
 @contextmanager
 def _random_numbers_kept() -> Iterator[None]:
-    """Restore the random states of Python, NumPy and torch, all of which training and sampling seed."""
+    """Restore the random states of Python, NumPy and torch, which training and sampling seed."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():
@@ -210,7 +211,7 @@ def _sample(
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Refuse to replace anything but an empty folder or what an earlier demo left, unchanged in its files."""
+    """Refuse to replace anything but an empty folder or one that holds only the files of an earlier demo."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -221,7 +222,7 @@ def _check_replaceable(folder: Path) -> None:
         try:
             written = set(json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))["files"])
         except (ValueError, KeyError, TypeError):
-            # some other program's file of that name
+            # a file of that name from another program
             written = set()
     foreign = sorted(found - written)
     if foreign:
@@ -244,16 +245,16 @@ def run_demo(
 ) -> DemoResult:
     """Train, evaluate, save, load and sample.
 
-    The folder appears, or replaces that of an earlier demo, only when all is done. The random states of the caller are
+    The folder is created, or replaces that of an earlier demo, at the end. The random states of the caller are
     restored.
 
     Args:
         output_dir (`str` or `Path`): Where to save; a new or empty folder, or one that a demo wrote.
         steps (`int`, *optional*): Optimizer steps instead of the settings'.
-        seed (`int`, defaults to 0): For weights and sample.
+        seed (`int`, defaults to 0): Random seed of weights and sample.
         quick (`bool`, defaults to `False`): A tiny model for seconds instead of minutes.
-        settings ([`DemoSettings`], *optional*): All of the settings.
-        text (`str`, *optional*): Another text; the first 90% are for training.
+        settings ([`DemoSettings`], *optional*): Settings instead of those of `quick`.
+        text (`str`, *optional*): Another text; the first 90 % are trained on.
         progress (`bool`, defaults to `True`): Whether to show progress bars.
 
     Returns:
@@ -262,8 +263,8 @@ def run_demo(
     Raises:
         ImportError: if `accelerate`, which the library's `Trainer` needs, is not installed.
         ValueError: if `steps` or `seed` is out of its range.
-        FileExistsError, PermissionError: if `output_dir` holds what no demo wrote, or cannot be made.
-        RuntimeError: if the saved model does not give the numbers of the trained one.
+        FileExistsError, PermissionError: if `output_dir` holds other files than a demo's, or cannot be written.
+        RuntimeError: if the reloaded model differs from the trained one.
     """
     if settings is None:
         settings = QUICK if quick else DemoSettings()
@@ -271,10 +272,9 @@ def run_demo(
         settings = replace(settings, steps=steps)
     if settings.steps < 1:
         raise ValueError(f"`steps` must be at least 1, but is {settings.steps}.")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"`seed` must be between 0 and 2**32 - 1, but is {seed}.")
+    check_seed(seed)
     folder = Path(output_dir).resolve()
-    # now rather than after the training; nothing is written until then
+    # before the training; nothing is written yet
     check_writable(folder, _check_replaceable)
 
     text = demo_text() if text is None else text
@@ -289,7 +289,7 @@ def run_demo(
         seconds = _train(model, train_ids, settings, seed, progress)
 
     def score(scored: TransfoXLForCausalLM, mem_len: int) -> StreamScore:
-        # several streams, for speed; few, because each starts with an empty memory
+        # several streams for speed, but few, because each starts with an empty memory
         return evaluate_stream(
             scored, held_out_ids, segment_length=length, batch_size=8, mem_len=mem_len, progress=progress
         )
@@ -322,7 +322,7 @@ def _check_loaded(
 ) -> None:
     weights, loaded_weights = model.state_dict(), loaded.state_dict()
     different = [name for name, tensor in weights.items() if not torch.equal(tensor, loaded_weights[name])]
-    # equal weights at other addresses may be summed in another order by the same kernels
+    # kernels may sum equal weights at other addresses in another order
     if different or abs(saved_loss - loaded_loss) > 1e-6:
         raise RuntimeError(
             f"The saved model must be the trained one, but its loss is {loaded_loss} instead of {saved_loss}, and "

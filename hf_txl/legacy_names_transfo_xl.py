@@ -1,7 +1,7 @@
-"""Names of transformers 2 to 4 and of pytorch_pretrained_bert that are others here: old name -> new way.
+"""Names of transformers 2 to 4 and pytorch_pretrained_bert that have changed, with their replacements.
 
-A script that uses one gets an error that names the new way. `docs/migration.md` shows these tables together with the
-names that work as before, and a test tries every name on it.
+Using one raises an error that names the replacement. `docs/migration.md` contains these tables and the names that work
+as before; a test tries every name on that page.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,19 +26,19 @@ STREAMS = "`hf_txl.data.TokenStreams`"
 DOCUMENTS = "`hf_txl.data.DocumentStreams`"
 ATTENTION = "`hf_txl.attention_transfo_xl`, whose classes are built from the configuration"
 
-# what `hf_txl` does not export
+# names that `hf_txl` does not export
 IMPORTS = {
-    "TransfoXLModelOutput": "`hf_txl.modeling_transfo_xl.TransfoXLModelOutput`, with `cache` instead of `mems`",
-    "TransfoXLLMHeadModelOutput": "`hf_txl.modeling_transfo_xl.TransfoXLCausalLMOutput`",
-    "TransfoXLSequenceClassifierOutputWithPast": "`hf_txl.modeling_transfo_xl.TransfoXLSequenceClassifierOutput`",
+    "TransfoXLModelOutput": "`hf_txl.outputs_transfo_xl.TransfoXLModelOutput`, with `cache` instead of `mems`",
+    "TransfoXLLMHeadModelOutput": "`hf_txl.outputs_transfo_xl.TransfoXLCausalLMOutput`",
+    "TransfoXLSequenceClassifierOutputWithPast": "`hf_txl.outputs_transfo_xl.TransfoXLSequenceClassifierOutput`",
     "TransfoXLTokenizerFast": "`TransfoXLTokenizer`, which is a fast tokenizer",
     "TransfoXLCorpus": "`hf_txl.corpus.tokenize_corpus` and `hf_txl.data.TokenStreams`",
     "get_lm_corpus": "`hf_txl.corpus.tokenize_corpus` and `hf_txl.data.TokenStreams`",
     "LMOrderedIterator": STREAMS,
     "LMShuffledIterator": DOCUMENTS,
     "LMMultiFileIterator": DOCUMENTS,
-    "AdaptiveEmbedding": "`hf_txl.adaptive_transfo_xl.AdaptiveEmbedding(config)`",
-    "ProjectedAdaptiveLogSoftmax": "`hf_txl.adaptive_transfo_xl.AdaptiveLogSoftmax(config)`",
+    "AdaptiveEmbedding": "`hf_txl.adaptive_softmax_transfo_xl.AdaptiveEmbedding(config)`",
+    "ProjectedAdaptiveLogSoftmax": "`hf_txl.adaptive_softmax_transfo_xl.AdaptiveLogSoftmax(config)`",
     "PositionalEmbedding": "`hf_txl.positions_transfo_xl`",
     "PositionwiseFF": "`hf_txl.modeling_transfo_xl.TransfoXLFeedForward(config)`",
     **dict.fromkeys(
@@ -131,7 +131,7 @@ MODEL = {
     "set_num_special_tokens": "`model.resize_token_embeddings(new_num_tokens)`",
 }
 
-# keyword arguments of a call of a model, of `generate`, of `from_pretrained`, of `resize_token_embeddings`
+# keyword arguments of `forward`, `generate`, `from_pretrained` and `resize_token_embeddings`
 FORWARD = {
     "mems": MEMORY,
     "head_mask": "no counterpart: heads cannot be switched off",
@@ -166,7 +166,7 @@ CONFIGURATION = {
     "trainer_compatible": "no counterpart: `loss` always is one number and comes first",
 }
 
-# arguments of `TransfoXLTokenizer(…)` where it is not loaded
+# arguments of the constructor of `TransfoXLTokenizer`
 TOKENIZER_ARGUMENTS = {
     "pretrained_vocab_file": OLD_VOCABULARY,
     "vocab_file": OLD_VOCABULARY,
@@ -226,24 +226,24 @@ TOKENIZER = {
 
 
 def describe(name: str, names: Mapping[str, str]) -> str:
-    """A sentence: what takes the place of an old name."""
+    """A sentence that names the replacement of an old name."""
     return f"`{name}` is a name of transformers 2 to 4. Here: {names[name]}. See docs/migration.md."
 
 
 def refuse_arguments(given: Iterable[str], names: Mapping[str, str]) -> None:
-    """Raise a `TypeError` for the first argument that has another name now."""
+    """Raise a `TypeError` for the first argument with an old name."""
     for name in given:
         if name in names:
             raise TypeError(describe(name, names))
 
 
 def attribute_error(owner: Any, name: str, names: Mapping[str, str]) -> AttributeError:
-    """What stands for an attribute that is not there."""
+    """The error for an attribute with an old name."""
     return AttributeError(f"{owner.__name__!r} object has no attribute {name!r}. {describe(name, names)}")
 
 
 class LegacyAttribute:
-    """An attribute that is not there (`hasattr` is false), unless it is set; the error names the new way."""
+    """Descriptor of an absent attribute (`hasattr` is false until it is set) whose error names the replacement."""
 
     def __init__(self, name: str, names: Mapping[str, str]):
         self.name = name
@@ -254,7 +254,7 @@ class LegacyAttribute:
 
 
 def without_attributes(names: Mapping[str, str]) -> Callable[[T], T]:
-    """Decorate a class whose objects have had attributes of these names.
+    """Class decorator: accessing attributes with these old names raises an error that names the replacement.
 
     For classes without `__getattr__`, which would replace the error by its own.
     """
@@ -269,7 +269,7 @@ def without_attributes(names: Mapping[str, str]) -> Callable[[T], T]:
 
 @without_attributes(OUTPUT)
 class LegacyOutputNames:
-    """Mixed into outputs: a former field is not there as a key either."""
+    """Mixin for outputs: reading a former field as a key raises an error that names the replacement."""
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str) and key in OUTPUT:

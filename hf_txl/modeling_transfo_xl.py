@@ -4,31 +4,15 @@ Follows [Dai et al., 2019](https://arxiv.org/abs/1901.02860) and `mem_transforme
 Modules keep the published weight names, so every Transformer-XL checkpoint loads without a mapping.
 """
 
-import copy
-import difflib
-import inspect
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import (
-    GenerationMixin,
-    PreTrainedModel,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-)
+from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPast,
-    CausalLMOutputWithPast,
-    SequenceClassifierOutputWithPast,
-)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -36,62 +20,57 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import can_return_tuple, logging
 
-from .adaptive_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax, ScaledEmbedding
+from .adaptive_softmax_transfo_xl import (
+    AdaptiveEmbedding,
+    AdaptiveLogSoftmax,
+    ScaledEmbedding,
+    resize_vocabulary,
+    resized_size,
+)
+from .arguments_transfo_xl import check_ids, check_keywords, check_mask, merge_caches, selected_indices
 from .attention_transfo_xl import ATTENTION_CLASSES, SegmentAttention
-from .cache_transfo_xl import TransfoXLMemory
+from .autograd_transfo_xl import first_order_only
 from .configuration_transfo_xl import TransfoXLConfig
-from .keywords_transfo_xl import KEYWORDS, check_keyword
+from .generation_transfo_xl import TransfoXLGenerationMixin
 from .legacy_names_transfo_xl import (
     EXPORT,
-    FORWARD,
-    GENERATE,
     LOADING,
-    MEMORY,
     MODEL,
     RESIZING,
-    LegacyOutputNames,
     attribute_error,
     refuse_arguments,
 )
-from .past_transfo_xl import open_past
-from .recompute_transfo_xl import ReluDropoutFunction
-from .weights_transfo_xl import is_at_hand, is_plain
-
-# B batch   Q positions of the segment
-
-# transformers 5.24 renamed the argument and output field; everything version-dependent about it is here and in
-# `TransfoXLForCausalLM.generate`
-CACHE_NAME = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+from .library_caches_transfo_xl import LibrarySegment, new_cache_for, writer_of
+from .memory_segment_transfo_xl import MemorySegment
+from .memory_transfo_xl import TransfoXLMemory
+from .outputs_transfo_xl import (
+    CACHE_NAME,
+    TransfoXLCausalLMOutput,
+    TransfoXLModelOutput,
+    TransfoXLSequenceClassifierOutput,
+)
+from .segment_transfo_xl import Segment
+from .weights_transfo_xl import is_plain
 
 logger = logging.get_logger(__name__)
 
-
-@dataclass
-class TransfoXLModelOutput(LegacyOutputNames, BaseModelOutputWithPast):
-    """Output of [`TransfoXLModel`]: fields of `BaseModelOutputWithPast`."""
+# B batch   Q positions of the segment
 
 
-@dataclass
-class TransfoXLSequenceClassifierOutput(LegacyOutputNames, SequenceClassifierOutputWithPast):
-    """Output of [`TransfoXLForSequenceClassification`]: fields of `SequenceClassifierOutputWithPast`."""
+class ReluDropoutFunction(torch.autograd.Function):
+    """`dropout(relu(x))` that saves only its output for the backward pass: where it is positive, gradients pass."""
 
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, dropout: float) -> torch.Tensor:
+        output = F.dropout(torch.relu(states), dropout)
+        ctx.save_for_backward(output)
+        ctx.factor = 1 / (1 - dropout) if dropout < 1 else 0.0
+        return output
 
-@dataclass
-class TransfoXLCausalLMOutput(LegacyOutputNames, CausalLMOutputWithPast):
-    """Output of [`TransfoXLForCausalLM`].
-
-    Args:
-        loss (`torch.Tensor` of shape `()`, *optional*): Sum of `losses` over the number of targets that count.
-        logits (`torch.Tensor` of shape `(batch_size, sequence_length, vocab_size)`, *optional*):
-            Log-probabilities where there are clusters, else plain logits; `softmax` of either is the distribution.
-        cache / past_key_values: The state to continue from (two names of one thing).
-        hidden_states (`tuple`, *optional*): Embeddings and the output of each layer.
-        attentions (`tuple`, *optional*): Attention probabilities of each layer, keys of memory first.
-        losses (`torch.Tensor` of shape `(batch_size, sequence_length)`, *optional*):
-            Negative log-likelihood (nats, float32) of the token that follows each position; 0 where it is ignored.
-    """
-
-    losses: torch.Tensor | None = None
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return torch.ops.aten.threshold_backward(gradient, ctx.saved_tensors[0], 0).mul_(ctx.factor), None
 
 
 class TransfoXLFeedForward(nn.Module):
@@ -117,13 +96,13 @@ class TransfoXLFeedForward(nn.Module):
         return self.layer_norm(hidden_states + self._transform(hidden_states))
 
     def _transform(self, states: torch.Tensor) -> torch.Tensor:
-        if not (self.training and self._keeps_one_tensor()):
+        if not (self.training and self._can_fuse()):
             return self.CoreNet(states)
         expand, _, drop, contract, drop_last = self.CoreNet
         return drop_last(contract(ReluDropoutFunction.apply(expand(states), drop.p)))
 
-    def _keeps_one_tensor(self) -> bool:
-        """Whether activation and dropout may be one function, of which the backward pass keeps only the result."""
+    def _can_fuse(self) -> bool:
+        """Whether activation and dropout may run as one function, which saves one tensor for the backward pass."""
         if torch.compiler.is_compiling() or not is_plain(self.CoreNet, nn.Sequential) or len(self.CoreNet) != 5:
             return False
         _, relu, drop, *_ = self.CoreNet
@@ -161,28 +140,29 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = False
     _supports_attention_backend = False
     _can_compile_fullgraph = True
-    # the sinusoid's frequencies are computed, and shared biases are stored once
+    # frequencies of the sinusoids are computed, and biases that layers share are stored once, on the model
     _keys_to_ignore_on_load_unexpected = [r"pos_emb\.inv_freq$", r"layers\.\d+\.dec_attn\.r_[rw]_bias$"]
 
     def __init__(self, config: TransfoXLConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
-        # fields may have been set since it was made
+        # fields may have been set after construction
         config.validate_architecture()
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load a model; see the library's `from_pretrained`. A pickle that is more than tensors is never executed."""
+        """Load a model as the library does, but never execute pickled code: `pytorch_model.bin` must be tensors."""
         refuse_arguments(kwargs, LOADING)
         if kwargs.get("weights_only") is False:
             raise ValueError(
-                "`weights_only` must be True: a `pytorch_model.bin` may hold code, and none is ever run, but is False."
+                "`weights_only` must be True, but is False: `pytorch_model.bin` may hold pickled code, which is never "
+                "executed."
             )
         return super().from_pretrained(*args, **kwargs)
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            # modules and parameters first, which are looked up here in every call
+            # modules and parameters first: every call looks them up here
             try:
                 return super().__getattr__(name)
             except AttributeError:
@@ -214,33 +194,21 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
             fill(module.cluster_weight, config.init_std)
             init.zeros_(module.cluster_bias)
         elif isinstance(module, TransfoXLModel | SegmentAttention):
-            # biases u and v, tables
+            # biases u and v, position tables
             for parameter in module.parameters(recurse=False):
                 fill(parameter, config.init_std)
 
     def init_memory(self, batch_size: int, **settings: Any) -> TransfoXLMemory:
-        """Memory at the start of `batch_size` streams; settings as for [`TransfoXLMemory`]."""
+        """Empty memory for `batch_size` streams; settings as for [`TransfoXLMemory`]."""
         return TransfoXLMemory(self.config, batch_size=batch_size, **settings)
 
-    def _refuse_unknown(self, arguments: dict[str, Any], also_known: tuple[str, ...] = ()) -> None:
-        """Keyword arguments that nobody reads are mistakes: a misspelt `labels` must not give a run without a loss.
-
-        The library's own are obeyed or refused, see `KEYWORDS`.
-        """
-        refuse_arguments(arguments, FORWARD)
-        for name, value in arguments.items():
-            if name in KEYWORDS:
-                check_keyword(name, value)
-            elif name not in also_known:
-                known = [*KEYWORDS, *also_known]
-                near = difflib.get_close_matches(name, [*inspect.signature(self.forward).parameters, *known], n=1)
-                hint = f"; did you mean `{near[0]}`?" if near else "; see its docstring for those it takes."
-                raise TypeError(f"`{type(self).__name__}` takes no argument `{name}`{hint}")
+    def _check_keywords(self, arguments: dict[str, Any], also_known: tuple[str, ...] = ()) -> None:
+        check_keywords(type(self).__name__, self.forward, arguments, also_known)
 
     # --- vocabulary
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # `modules_to_save` of peft trains a copy of one side, whose weights are those of the other side no more
+        # `modules_to_save` of peft trains a copy of one side, whose weights are then no longer tied to the other's
         if name in ("crit", "word_emb") and hasattr(value, "unload_and_optionally_merge_module"):
             for module in value.modules():
                 if isinstance(module, AdaptiveEmbedding | AdaptiveLogSoftmax):
@@ -249,15 +217,15 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
 
     @property
     def embeddings(self) -> AdaptiveEmbedding:
-        """The whole input embedding, whatever its tables. peft finds it as `embeddings.word_embeddings`."""
+        """The input embedding with all its tables; peft looks it up as `embeddings.word_embeddings`."""
         base: Any = self.base_model
         return base.word_emb
 
     def get_input_embeddings(self) -> nn.Module:
-        """The module that turns token ids into what `inputs_embeds` holds: `(…)` -> `(…, d_model)`, scaled.
+        """The module that maps token ids to `inputs_embeds`, `(…)` -> `(…, d_model)`, scale included.
 
         Returns:
-            `nn.Module`: A [`ScaledEmbedding`] where there is one table of width `d_model`, else the
+            `nn.Module`: A [`ScaledEmbedding`] if there is one table of width `d_model`, else the
             [`AdaptiveEmbedding`].
         """
         return self.embeddings.emb_layers[0] if self.config.has_one_embedding else self.embeddings
@@ -265,8 +233,8 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replace the module of `get_input_embeddings`.
 
-        A plain `nn.Embedding` in the place of the one table becomes a [`ScaledEmbedding`]: a checkpoint holds the
-        table and not its scale. Any other module is used as it is.
+        If there is one table of width `d_model`, a plain `nn.Embedding` becomes a [`ScaledEmbedding`], since
+        checkpoints hold the unscaled table. Other modules are used as they are.
         """
         base: Any = self.base_model
         if not self.config.has_one_embedding:
@@ -288,133 +256,25 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         Args:
             new_num_tokens (`int`, *optional*): Size of the new vocabulary.
             pad_to_multiple_of (`int`, *optional*): Round the size up to a multiple of this.
-            mean_resizing (`bool`): Start new tokens at the mean of their bucket, instead of at random.
+            mean_resizing (`bool`): Initialise new tokens with the mean of their bucket instead of randomly.
 
         Returns:
             `nn.Module`: The embedding, resized; `get_input_embeddings()`.
 
         Raises:
-            ValueError: if one is no integer, or the size not above the last cutoff.
+            ValueError: if an argument is not an integer, or the size does not exceed the last cutoff.
         """
         refuse_arguments(kwargs, RESIZING)
         if kwargs:
             raise TypeError(f"`resize_token_embeddings` takes no argument `{next(iter(kwargs))}`.")
-        config = self.config
-        for name, number in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
-            if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
-                raise ValueError(f"`{name}` must be an int, but is {number!r}.")
-        if pad_to_multiple_of is not None and pad_to_multiple_of < 1:
-            raise ValueError(f"`pad_to_multiple_of` must be at least 1, but is {pad_to_multiple_of}.")
-        size = config.vocab_size if new_num_tokens is None else new_num_tokens
-        if pad_to_multiple_of is not None:
-            size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
-        last_cutoff = config.cutoffs[-1] if config.cutoffs else 0
-        if size <= last_cutoff:
-            raise ValueError(f"`new_num_tokens` must be above the last cutoff ({last_cutoff}), but is {size}.")
-        embedding: Any = self.embeddings
-        if size != config.vocab_size:
-            self._check_resizable()
-            change = size - config.vocab_size
-            config.vocab_size = size
-            # buckets of equal width share one table
-            first_row = last_cutoff if config.div_val == 1 else 0
-            table = embedding.emb_layers[-1]
-            old_weight, table.weight = table.weight, self._resized(table.weight, change, mean_resizing, first_row)
-            table.num_embeddings = len(table.weight)
-            embedding.bucket_ends = config.bucket_ends
-            if isinstance(crit := getattr(self, "crit", None), AdaptiveLogSoftmax):
-                output: Any = crit.out_layers[-1]
-                is_tied = output.weight is old_weight
-                output.weight = (
-                    table.weight if is_tied else self._resized(output.weight, change, mean_resizing, first_row)
-                )
-                output.bias = self._resized(output.bias, change, mean_resizing, first_row)
-                output.out_features = len(output.weight)
-                crit.bucket_ends = config.bucket_ends
-                crit.shortlist_size = crit.bucket_ends[0]
+        size = resized_size(self.config, new_num_tokens, pad_to_multiple_of)
+        if size != self.config.vocab_size:
+            resize_vocabulary(self.config, size, self.embeddings, getattr(self, "crit", None), mean_resizing)
         return self.get_input_embeddings()
-
-    def _check_resizable(self) -> None:
-        """Refuse tables that are packed, sharded or offloaded before anything is changed."""
-        for name, module in self.named_modules():
-            if name.endswith(("emb_layers", "out_layers")):
-                weight = getattr(list(module.children())[-1], "weight", None)
-                if not is_at_hand(weight):
-                    where = " on the meta device" if getattr(weight, "is_meta", False) else ""
-                    raise ValueError(
-                        f"The last table of `{name}` must be a plain parameter to be resized, but is of type "
-                        f"{type(weight).__name__}{where}; resize before quantising, sharding or offloading."
-                    )
-
-    @torch.no_grad()
-    def _resized(self, weight: nn.Parameter, change: int, mean_resizing: bool, first_row: int) -> nn.Parameter:
-        """The table with rows added or taken away at its end; the last bucket begins at `first_row`."""
-        old = weight.data
-        if change < 0:
-            return nn.Parameter(old[:change].clone(), requires_grad=weight.requires_grad)
-        new = old[first_row:].float().mean(dim=0).to(old.dtype).expand(change, *old.shape[1:]).clone()
-        if not mean_resizing:
-            new = torch.zeros_like(new) if old.dim() == 1 else torch.empty_like(new).normal_(0.0, self.config.init_std)
-        return nn.Parameter(torch.cat([old, new]), requires_grad=weight.requires_grad)
-
-
-def merge_caches(cache: Any, past_key_values: Any) -> Any:
-    """One cache of the two names of the argument."""
-    if cache is not None and past_key_values is not None and cache is not past_key_values:
-        raise ValueError("`cache` and `past_key_values` are two names of one argument, but are given and differ.")
-    return past_key_values if cache is None else cache
-
-
-def check_ids(name: str, ids: torch.Tensor, size: int, ignored: int | None = None, bound: str = "vocab_size") -> None:
-    """Refuse ids that no embedding row or output column has. Not while compiling: it reads values."""
-    if ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
-        raise TypeError(f"`{name}` must hold integers, but has dtype {ids.dtype}.")
-    if torch.compiler.is_compiling() or ids.is_meta or ids.numel() == 0:
-        return
-    wrong = (ids < 0) | (ids >= size)
-    if ignored is not None:
-        wrong &= ids != ignored
-    if wrong.any():
-        also = f" or {ignored}" if ignored is not None else ""
-        raise ValueError(
-            f"`{name}` must be between 0 and {size - 1} (`{bound}` is {size}){also}, "
-            f"but has values from {ids.min().item()} to {ids.max().item()}."
-        )
-
-
-def check_mask(mask: Any) -> None:
-    """Refuse what older releases took in second place: a list of memory states."""
-    if isinstance(mask, list | tuple):
-        raise TypeError(
-            f"`attention_mask` must be a tensor, but is a {type(mask).__name__}. In second place transformers 2 to 4 "
-            f"took `mems`. Here: {MEMORY}. See docs/migration.md."
-        )
-
-
-def selected_indices(output_hidden_states: Any, number: int) -> Collection[int]:
-    """Which of `number` hidden states the argument asks for, as GPT-2 reads it in transformers 5.24.
-
-    Raises:
-        ValueError: for what is no such index.
-    """
-    if output_hidden_states is None or isinstance(output_hidden_states, bool):
-        return range(number) if output_hidden_states else ()
-    indices = output_hidden_states
-    if isinstance(indices, int):
-        # 0 alone is a flag there
-        indices = [indices] if indices else []
-    if not isinstance(indices, list | tuple | set | range) or not all(
-        isinstance(index, int) and -number <= index < number for index in indices
-    ):
-        raise ValueError(
-            f"`output_hidden_states` must be True, False or indices from {-number} to {number - 1} (`n_layer` + 1 "
-            f"hidden states), but is {output_hidden_states!r}."
-        )
-    return {index % number for index in indices}
 
 
 class TransfoXLModel(TransfoXLPreTrainedModel):
-    """Transformer-XL without a head: hidden states of a segment, given what went before."""
+    """Transformer-XL without a head: hidden states of a segment, given the memory or cache."""
 
     def __init__(self, config: TransfoXLConfig):
         super().__init__(config)
@@ -424,7 +284,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         self.drop = nn.Dropout(config.dropout)
         self.shares_biases = ATTENTION_CLASSES[config.attention_kind].has_biases and not config.untie_r
         if self.shares_biases:
-            # u and v of section 3.3, shared: one parameter here, handed to the layers
+            # u and v of section 3.3, shared by all layers, which receive them as arguments
             self.r_w_bias = nn.Parameter(torch.empty(config.n_head, config.d_head))
             self.r_r_bias = nn.Parameter(torch.empty(config.n_head, config.d_head))
         self.gradient_checkpointing = False
@@ -443,30 +303,30 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         output_hidden_states: bool | int | Sequence[int] | None = None,
         **kwargs: Any,
     ) -> TransfoXLModelOutput:
-        """Read one segment.
+        """Compute the hidden states of one segment.
 
         Args:
             input_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*): Token ids.
             attention_mask (`torch.Tensor` of shape `(batch_size, sequence_length)`, *optional*):
-                1 for real tokens, 0 for pads, which may lie anywhere: they take no distance and are not remembered.
-                With one of the library's caches it may cover what the cache has seen as well, as in `generate`; there,
-                pads between tokens take up slots of the window until they leave it.
+                1 for real tokens, 0 for pads, which may be anywhere: they take no position and are not stored. With a
+                cache of the library it may also cover the cached tokens, as in `generate`; there, pads between tokens
+                occupy slots of the window.
             inputs_embeds (`torch.FloatTensor` of shape `(batch_size, sequence_length, d_model)`, *optional*):
-                Input of the first layer instead of `input_ids`, used as it is (`get_input_embeddings()` scales).
+                Input of the first layer instead of `input_ids`, not scaled again (`get_input_embeddings()` scales).
             cache / past_key_values (`TransfoXLMemory` or a cache of the library, *optional*):
-                What went before; two names of one argument. A `TransfoXLMemory` advances. Without any, the call is one
-                segment at the start of a stream.
+                State to continue from; two names of one argument. A `TransfoXLMemory` is advanced in place. Without
+                either, the segment starts a stream.
             use_cache (`bool`, *optional*):
-                Whether to return a filled `DynamicCache` if no cache is given, in eval mode. Default: the
-                configuration's. What goes on from a cache is read by the window rule, this call by the segment rule:
-                a segment for which they differ (longer than `config.sliding_window`, without `same_length`) fills a
-                cache that is refused later. `cache=DynamicCache(config=model.config)` reads by the window rule.
+                Whether to return a filled `DynamicCache` if no cache is given, in eval mode. Default:
+                `config.use_cache`. Calls that continue a cache follow the window rule, this call the segment rule:
+                where they differ (segments longer than `config.sliding_window`, without `same_length`), the cache
+                cannot be continued. `cache=DynamicCache(config=model.config)` applies the window rule from the start.
             output_attentions (`bool`, *optional*): Whether to return attention probabilities.
             output_hidden_states (`bool`, an index or `list[int]`, *optional*):
-                Whether to return all hidden states, or which: 0 in a list is the input of the first layer, -1 the last
-                hidden state; `None` takes the place of the others.
+                Whether to return all hidden states, or indices of those to return, with `None` in place of the others:
+                `[0]` is the input of the first layer, `[-1]` the last hidden state.
             position_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*, a keyword):
-                Only positions that follow from the order of the real tokens, as `generate` counts them; never needed.
+                Accepted only if equal to the positions that follow from the order of the real tokens; never needed.
 
         Returns:
             [`TransfoXLModelOutput`]: `last_hidden_state` `(batch_size, sequence_length, d_model)`, the cache,
@@ -474,84 +334,133 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             `(batch_size, n_head, sequence_length, keys)`.
 
         Raises:
-            ValueError, TypeError: for inputs that cannot be read; the message names the argument.
+            ValueError, TypeError: for invalid arguments; the message names the argument.
         """
         if not torch.compiler.is_compiling() and torch.jit.is_tracing():
             raise NotImplementedError(
-                "`torch.jit.trace` must not be used: the lengths of one call and the ways chosen for them become "
-                f"constants, and another length gives wrong numbers. Here: {EXPORT}. See docs/migration.md."
+                "`torch.jit.trace` is not supported: a traced program keeps the lengths of one call and gives wrong "
+                f"numbers for others. Here: {EXPORT}. See docs/migration.md."
             )
-        self._refuse_unknown(kwargs)
+        self._check_keywords(kwargs)
         check_mask(attention_mask)
-        config = self.config
         cache = merge_caches(cache, past_key_values)
-        output_attentions = config.output_attentions if output_attentions is None else output_attentions
-        if output_attentions not in (True, False, None):
-            raise ValueError(
-                f"`output_attentions` must be True or False, for all layers, but is {output_attentions!r}."
-            )
-        output_hidden_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        selected = selected_indices(output_hidden_states, config.n_layer + 1)
+        output_attentions = self._wants_attentions(output_attentions)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        selected = selected_indices(output_hidden_states, self.config.n_layer + 1)
         hidden_states = self._embed(input_ids, inputs_embeds)
         records_gradients = torch.is_grad_enabled() and (
             hidden_states.requires_grad or any(parameter.requires_grad for parameter in self.parameters())
         )
-
-        checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        if checkpointing and cache is not None and not isinstance(cache, TransfoXLMemory):
-            raise ValueError(
-                "`cache` must be a `TransfoXLMemory` under gradient checkpointing, which cannot write the keys and "
-                f"values of a layer twice, but is a {type(cache).__name__}."
-            )
         if use_cache is None:
-            # an exported program returns tensors; ask for a cache explicitly to export with one
-            use_cache = config.use_cache and not torch.compiler.is_exporting()
-        past = open_past(
-            config,
+            # an exported program returns tensors only, unless a cache is asked for explicitly
+            use_cache = self.config.use_cache and not torch.compiler.is_exporting()
+        segment = self._open_segment(
             cache,
             hidden_states,
             attention_mask,
-            fills_new_cache=use_cache and not self.training,
+            returns_cache=use_cache and not self.training,
             records_gradients=records_gradients,
         )
         if (position_ids := kwargs.get("position_ids")) is not None:
-            past.check_position_ids(position_ids)
-        layout = past.layout()
-        kind = ATTENTION_CLASSES[config.attention_kind]
-        relative_keys = past.relative_keys(
-            layout, self.drop, kind.uses_sinusoids, keeps=not records_gradients and not self.training
+            segment.check_position_ids(position_ids)
+
+        is_inference = not records_gradients and not self.training
+        all_hidden_states, attentions = self._run_layers(segment, hidden_states, is_inference, output_attentions)
+        segment.end()
+        returned: Any = selected and tuple(
+            states if index in selected else None for index, states in enumerate(all_hidden_states)
+        )
+        return TransfoXLModelOutput(
+            last_hidden_state=all_hidden_states[-1],
+            hidden_states=returned or None,
+            attentions=tuple(attentions) if output_attentions else None,
+            **{CACHE_NAME: segment.cache},
         )
 
-        hidden_states = self.drop(hidden_states)
+    def _run_layers(
+        self, segment: Segment, inputs_embeds: torch.Tensor, is_inference: bool, output_attentions: bool
+    ) -> tuple[list[torch.Tensor], list[Any]]:
+        """The `n_layer + 1` hidden states, `(B, Q, d_model)`, and the attention probabilities of each layer."""
+        layout = segment.layout()
+        uses_sinusoids = ATTENTION_CLASSES[self.config.attention_kind].uses_sinusoids
+        table = segment.position_table(layout, self.drop, uses_sinusoids, keeps=is_inference)
         biases = (self.r_w_bias, self.r_r_bias) if self.shares_biases else None
-        all_hidden_states, all_attentions = [hidden_states], []
+        hidden_states = self.drop(inputs_embeds)
+        all_hidden_states = [hidden_states]
+        attentions: list[Any] = []
         layer: Any
         for layer_idx, layer in enumerate(self.layers):
-            memory_states = past.read(layer_idx, hidden_states)
+            memory_states = segment.memory_states(layer_idx, hidden_states)
             hidden_states, probabilities = layer(
                 hidden_states,
                 layout,
-                relative_keys,
+                table,
                 memory_states,
-                past.key_value_store,
-                past.shared_states(layer_idx),
+                segment.key_value_writer,
+                segment.shared_prefix(layer_idx),
                 biases,
                 output_attentions,
             )
             all_hidden_states.append(hidden_states)
-            all_attentions.append(probabilities)
-        hidden_states = self.drop(hidden_states)
-        all_hidden_states[-1] = hidden_states
-        past.end()
-        taken: Any = selected and tuple(
-            states if index in selected else None for index, states in enumerate(all_hidden_states)
-        )
-        return TransfoXLModelOutput(
-            last_hidden_state=hidden_states,
-            hidden_states=taken or None,
-            attentions=tuple(all_attentions) if output_attentions else None,
-            **{CACHE_NAME: past.cache},
-        )
+            attentions.append(probabilities)
+        all_hidden_states[-1] = self.drop(hidden_states)
+        return all_hidden_states, attentions
+
+    def _wants_attentions(self, output_attentions: Any) -> bool:
+        """Whether to return attention probabilities, by the argument or else by the configuration."""
+        wanted: Any = self.config.output_attentions if output_attentions is None else output_attentions
+        if wanted not in (True, False, None):
+            raise ValueError(f"`output_attentions` must be True or False, for all layers, but is {wanted!r}.")
+        return wanted
+
+    def _open_segment(
+        self,
+        cache: Any,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        returns_cache: bool,
+        records_gradients: bool,
+    ) -> Segment:
+        """The segment that starts a stream or continues `cache`."""
+        config = self.config
+        if cache is not None and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            raise ValueError(
+                "`cache` must be None in a backward pass, such as a recomputation by `torch.utils.checkpoint`, but is "
+                f"a {type(cache).__name__}: it would advance twice. Use `model.gradient_checkpointing_enable()`: it "
+                "recomputes layers only."
+            )
+        if isinstance(cache, TransfoXLMemory):
+            return MemorySegment(config, inputs_embeds, attention_mask, cache, records_gradients)
+        if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            raise ValueError(
+                "`cache` must be a `TransfoXLMemory` under gradient checkpointing, but is a "
+                f"{type(cache).__name__}: recomputing a layer would append its keys and values twice."
+            )
+        if cache is not None and config.is_absolute:
+            raise ValueError(
+                f"`cache` must be a `TransfoXLMemory` for `attention_kind={config.attention_kind!r}`, but is a "
+                f"{type(cache).__name__}: keys and values depend on absolute positions, which change in every call."
+            )
+        stores_keys = config.sliding_window > 1 and not config.is_absolute
+        if cache is None:
+            if not (returns_cache and stores_keys):
+                return Segment(config, inputs_embeds, attention_mask)
+            new_cache = new_cache_for(config, inputs_embeds.shape[1])
+            segment = Segment(config, inputs_embeds, attention_mask, new_cache, writer_of(new_cache))
+            if not torch.compiler.is_compiling():
+                new_cache.has_pads = segment.mask is not None  # type: ignore[attr-defined]
+            return segment
+        if not hasattr(cache, "get_mask_sizes"):
+            raise TypeError(
+                "`cache` must be a `TransfoXLMemory` or a `Cache` of transformers, but is a "
+                f"{type(cache).__name__}; `TransfoXLMemory.from_mems` converts a list of tensors."
+            )
+        if not stores_keys:
+            logger.warning_once(f"`cache` is ignored, because nothing is stored with `mem_len={config.mem_len}`.")
+            return Segment(config, inputs_embeds, attention_mask)
+        return LibrarySegment(config, inputs_embeds, attention_mask, cache)
 
     def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         """Input of the first layer, `(B, Q, d_model)`, before dropout."""
@@ -572,14 +481,14 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             if tensor is not None and 0 in tensor.shape[:2]:
                 raise ValueError(f"`{name}` must hold at least one token per row, but has shape {list(tensor.shape)}.")
         if inputs_embeds is not None:
-            # a copy, since a memory may keep the input of the first layer
+            # a copy, since a memory may store the input of the first layer
             return inputs_embeds.clone()
         assert input_ids is not None
         check_ids("input_ids", input_ids, self.config.vocab_size)
         return self.word_emb(input_ids.long())
 
 
-class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
+class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
     """Transformer-XL with an adaptive softmax: a language model over one long stream per batch row."""
 
     def __init__(self, config: TransfoXLConfig):
@@ -587,27 +496,24 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         self.transformer = TransfoXLModel(config)
         # published name
         self.crit = AdaptiveLogSoftmax(config)
-        # the library would take it from the name of the class, which a subclass may change
+        # the library would infer it from the class name, which a subclass may change
         self.loss_type = "ForCausalLM"
-        # not empty, so that the library knows that this model ties weights; which ones, `get_expanded_…` says
+        # if empty, the library ties no weights; `get_expanded_tied_weights_keys` decides which
         self._tied_weights_keys = self._tied_weights()
         self.post_init()
 
     def _get_name(self) -> str:
-        """The library's `Trainer` shifts the targets of a smoothed loss for classes that it knows by this name.
-
-        So subclasses keep it.
-        """
+        """The same name for subclasses: the library's `Trainer` shifts labels for label smoothing by class name."""
         return TransfoXLForCausalLM.__name__
 
     def _tied_weights(self) -> dict[str, str]:
-        """Softmax weight -> embedding weight that it is. Projections are tied whether or not the tables are."""
+        """Softmax weight -> embedding weight it is tied to. Projections are tied independently of tables."""
         config = self.config
         ties: dict[str, str] = {}
         if not (self.crit.is_shared and self.transformer.word_emb.is_shared):
             return ties
         if config.tie_word_embeddings:
-            # without those that an adapter has given a table of their own
+            # without those whose table an adapter has copied
             untied = self.crit.out_layers.untied | self.transformer.word_emb.emb_layers.untied
             for index in set(range(len(self.crit.out_layers))) - untied:
                 ties[f"crit.out_layers.{index}.weight"] = f"transformer.word_emb.emb_layers.{index}.weight"
@@ -618,15 +524,15 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         return ties
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """The library's own version ties nothing at all where `tie_word_embeddings` is `False`."""
+        """All tied weights; the library's version ties no projections with `tie_word_embeddings=False`."""
         return self._tied_weights()
 
     def get_output_embeddings(self) -> nn.Module:
-        """The layer whose output is the logits, `(…, d_model)` -> `(…, vocab_size)`, where there is one.
+        """The module that maps hidden states to logits, `(…, d_model)` -> `(…, vocab_size)`.
 
         Returns:
-            `nn.Module`: An `nn.Linear` without clusters and projection, else the whole [`AdaptiveLogSoftmax`], which
-            has no `weight` and says so.
+            `nn.Module`: An `nn.Linear` without clusters and projection, else the whole [`AdaptiveLogSoftmax`], whose
+            `weight` raises an `AttributeError`.
         """
         return self.crit.out_layers[0] if self.config.has_one_head else self.crit
 
@@ -638,8 +544,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             self.crit = value
         else:
             raise TypeError(
-                "`value` must be an `AdaptiveLogSoftmax`, since the head is no single matrix, but is a "
-                f"{type(value).__name__}."
+                f"`value` must be an `AdaptiveLogSoftmax`, but is a {type(value).__name__}: with clusters or a "
+                "projection the head is not a single matrix."
             )
 
     @can_return_tuple
@@ -668,17 +574,17 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
                 The tokens of the segment (`labels=input_ids`): position t is scored on `labels[:, t + 1]`, so the last
                 position is not scored. -100 is ignored.
             shift_labels (`torch.LongTensor` of the same shape, *optional*, a keyword):
-                Targets already shifted: position t is scored on `shift_labels[:, t]`, so that the last token of a
-                segment is scored on the first of the next. They win over `labels`.
+                Labels already shifted: position t is scored on `shift_labels[:, t]`, so that the last position of a
+                segment can be scored on the first token of the next. They take precedence over `labels`.
             logits_to_keep (`int` or `torch.Tensor`):
-                Logits of the last positions only (0: all), or of these positions.
+                Number of last positions to compute logits for (0: all), or indices of positions.
             return_logits (`bool`, *optional*):
                 Whether to compute `logits`. Default: yes, except in train mode with labels, where `logits` is None and
-                no (tokens x vocabulary) tensor is built. A loss of one's own on the logits needs `return_logits=True`.
+                no (tokens x vocabulary) tensor is built. A custom loss on the logits needs `return_logits=True`.
             num_candidates (`int`, *optional*):
-                Only this many of the likeliest tokens of each position matter: the logits of a cluster that can hold
-                none of them may be `-inf`. `generate` says so where it is true.
-            num_items_in_batch (*optional*, a keyword): Divides the sum of the losses instead of the number of targets.
+                How many of the likeliest tokens per position are needed: logits of a cluster that cannot contain any
+                of them may be `-inf`. Set by `generate` for greedy decoding and top-k sampling.
+            num_items_in_batch (*optional*, a keyword): Divisor of the summed losses instead of the number of targets.
 
         Returns:
             [`TransfoXLCausalLMOutput`]
@@ -687,7 +593,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         num_items = kwargs.pop("num_items_in_batch", None)
         if (skip_logits := kwargs.pop("skip_logits", None)) is not None and return_logits is None:
             return_logits = not skip_logits
-        self._refuse_unknown(kwargs, also_known=("shift_labels",))
+        self._check_keywords(kwargs, also_known=("shift_labels",))
         inputs = input_ids if input_ids is not None else inputs_embeds
         targets = self._targets(labels, shift_labels, inputs)
 
@@ -728,7 +634,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
     def _targets(
         self, labels: torch.Tensor | None, shift_labels: torch.Tensor | None, inputs: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """The token to score at each position, `(B, Q)`, -100 where there is none."""
+        """The target of each position, `(B, Q)`; -100 where there is none."""
         for name, given in (("labels", labels), ("shift_labels", shift_labels)):
             if given is not None and inputs is not None:
                 if given.shape != inputs.shape[:2]:
@@ -743,245 +649,9 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             return None
         return F.pad(labels[:, 1:].long(), (0, 1), value=-100)
 
-    # --- generation
 
-    def generate(
-        self,
-        inputs: Any = None,
-        generation_config: Any = None,
-        logits_processor: Any = None,
-        stopping_criteria: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Generate tokens; see the library's `generate`.
-
-        `cache=` (or `past_key_values=`) takes a [`TransfoXLMemory`], which then holds the stream so far; the ids are
-        new ones, and the memory advances by all of them but the last generated token. It is read and written whatever
-        `use_cache` says. Beams and several returned sequences go on from it side by side and leave it where it is;
-        with `return_dict_in_generate` theirs is returned. Without a memory the library's own cache gives the numbers
-        of the window rule; `use_cache=False` reads the whole text as one segment for each token.
-        """
-        refuse_arguments(kwargs, GENERATE)
-        cache = merge_caches(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
-        if cache is not None:
-            kwargs[CACHE_NAME] = cache
-
-        def setting(name: str) -> Any:
-            """What counts: the call's word, then its configuration's, then the model's."""
-            if name in kwargs:
-                return kwargs[name]
-            given = (getattr(config, name, None) for config in (generation_config, self.generation_config))
-            return next((value for value in given if value is not None), None)
-
-        # the library's own criterion fails with tokenizers that do not know the word it tries
-        if stop_strings := setting("stop_strings"):
-            stop = StopTexts(kwargs.get("tokenizer"), stop_strings)
-            stopping_criteria = StoppingCriteriaList([*(stopping_criteria or []), stop])
-            kwargs.pop("stop_strings", None)
-            if generation_config is not None:
-                generation_config = copy.copy(generation_config)
-                generation_config.stop_strings = None
-            if self.generation_config.stop_strings:
-                kwargs["stop_strings"] = None
-        if setting("cache_implementation") == "quantized":
-            raise ValueError(
-                "`cache_implementation` must not be 'quantized': the library quantises caches of full attention only, "
-                "and this model's is a sliding window."
-            )
-        check_prompt(inputs, kwargs, cache)
-        if self.config.is_absolute and kwargs.get("position_ids") is not None:
-            raise ValueError(
-                f"`position_ids` must be None for `attention_kind={self.config.attention_kind!r}`, whose positions "
-                "are those of the newest tokens at each step, but is given."
-            )
-        remembers = self.config.sliding_window > 1 and not self.config.is_absolute
-        if remembers and cache is None and kwargs.get("use_cache") is None and setting("use_cache") is False:
-            logger.warning_once(
-                "`generate` reads the whole text again for each token, as one segment, since a configuration says "
-                "`use_cache=False` (the library's `Trainer` writes that into `model.config`, from which a generation "
-                "configuration takes it). Pass `use_cache=True`, or set `model.generation_config.use_cache = True`."
-            )
-        if isinstance(cache, TransfoXLMemory):
-            if setting("prefill_chunk_size") is not None:
-                raise ValueError("`prefill_chunk_size` must be None with a `TransfoXLMemory`; feed segments yourself.")
-            if kwargs.get("assistant_model") is not None or setting("prompt_lookup_num_tokens") is not None:
-                raise ValueError("Assisted decoding takes tokens back, which a `TransfoXLMemory` cannot do.")
-            if isinstance(mask := kwargs.get("attention_mask"), torch.Tensor):
-                check_prompt_mask(mask)
-            remembers = cache.mem_len > 0
-            if remembers:
-                # else each step would read the whole text behind the memory of it
-                kwargs["use_cache"] = True
-        if not remembers:
-            if kwargs.get("inputs_embeds") is not None:
-                raise ValueError(
-                    "`inputs_embeds` must be None where nothing is remembered (`mem_len` is 0, or an absolute "
-                    "attention kind without a `TransfoXLMemory`): every step reads the whole text again, of which "
-                    "only ids are known later. Pass `input_ids`."
-                )
-            # every step reads the whole segment again
-            kwargs["use_cache"] = False
-        return super().generate(inputs, generation_config, logits_processor, stopping_criteria, **kwargs)
-
-    def _sample(
-        self,
-        input_ids: torch.Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """The library's greedy decoding and sampling, told how many tokens can be chosen from.
-
-        A cluster without any of them need not be read. Nothing but speed depends on this method being called.
-        """
-        num_candidates = count_candidates(logits_processor, generation_config)
-        if num_candidates is not None and self.config.num_clusters:
-            kwargs["num_candidates"] = num_candidates
-        library: Any = super()
-        return library._sample(input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs)
-
-    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Not supported: paged attention knows no position scores."""
-        raise NotImplementedError("Continuous batching has no relative positions; use `generate` on a padded batch.")
-
-    def prepare_inputs_for_generation(
-        self, input_ids: torch.Tensor, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
-    ) -> dict[str, Any]:
-        """The library's own, and the mask of the new tokens only where a memory knows the rest."""
-        # given for stop strings or healed prompts, the library hands it on to the model
-        kwargs.pop("tokenizer", None)
-        inputs = super().prepare_inputs_for_generation(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
-        cache = inputs.get(CACHE_NAME)
-        if self.config.is_absolute and not (isinstance(cache, TransfoXLMemory) and cache.mem_len):
-            # everything is read again at each step, but no more than positions reach
-            for name in ("input_ids", "inputs_embeds", "attention_mask"):
-                if inputs.get(name) is not None:
-                    inputs[name] = inputs[name][:, -self.config.max_klen :]
-        mask = inputs.get("attention_mask")
-        if mask is not None and isinstance(inputs.get(CACHE_NAME), TransfoXLMemory):
-            ids = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
-            # the memory knows which of its positions are real, and a single token is: a generated one, or a prompt of
-            # which the library may think that it is a pad
-            inputs["attention_mask"] = mask[:, -ids.shape[1] :] if ids.shape[1] > 1 else None
-            if ids.shape[1] > 1:
-                check_prompt_mask(inputs["attention_mask"])
-        if CACHE_NAME in inputs:
-            # peft puts its prompts in front of the text where it finds no filled cache under the old name
-            inputs["past_key_values"] = inputs.pop(CACHE_NAME)
-        return inputs
-
-    @staticmethod
-    def create_masks_for_generate(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        """The model makes its own masks for every cache, from the two-dimensional one."""
-        return attention_mask
-
-    def _expand_inputs_for_generation(self, expand_size: int = 1, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Beams and several returned sequences each go on from their row's memory, which they share."""
-        memory, ids = kwargs.get(CACHE_NAME), kwargs.get("input_ids")
-        if expand_size > 1 and isinstance(memory, TransfoXLMemory):
-            if ids is not None and memory.batch_size not in (None, len(ids)):
-                raise ValueError(
-                    f"`cache` must have the batch size of the prompt ({len(ids)}), but holds {memory.batch_size} "
-                    "streams; each row is repeated for its beams or sequences."
-                )
-            kwargs[CACHE_NAME] = memory = copy.copy(memory)
-            memory.batch_repeat_interleave(expand_size)
-        return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)  # type: ignore[misc]
-
-
-def check_prompt(inputs: Any, arguments: dict[str, Any], cache: Any) -> None:
-    """Refuse prompts without a token to predict from; the library would fail at their last one, or read them again.
-
-    Args:
-        inputs, arguments, cache: Of `generate`: its first argument, its keywords, and the cache of either name.
-    """
-    prompts = {"inputs": inputs, **{name: arguments.get(name) for name in ("input_ids", "inputs_embeds")}}
-    prompts = {
-        name: prompt for name, prompt in prompts.items() if isinstance(prompt, torch.Tensor) and prompt.dim() > 1
-    }
-    if not prompts:
-        return
-    # embeddings win over ids
-    name, prompt = max(prompts.items(), key=lambda item: item[1].dim())
-    if prompt.shape[1] == 0:
-        instead = "begin with `bos_token_id`, or with whatever a text begins with"
-        if cache is not None:
-            instead = (
-                "a past keeps no prediction: hold back its last token, do not let it be read, and begin with that"
-            )
-        raise ValueError(
-            f"`{name}` must hold at least one token per row, from which the first new one is predicted, but has "
-            f"shape {list(prompt.shape)}; {instead}."
-        )
-    past_length = 0 if cache is None or not hasattr(cache, "get_seq_length") else int(cache.get_seq_length())
-    mask = arguments.get("attention_mask")
-    # the library takes embeddings for the whole text whatever the mask
-    only_new = name != "inputs_embeds" and isinstance(mask, torch.Tensor) and mask.shape[1] != prompt.shape[1]
-    if prompt.shape[1] <= past_length and not only_new:
-        raise ValueError(
-            f"`{name}` must hold the whole text, more than the {past_length} tokens that `cache` has read, but holds "
-            f"{prompt.shape[1]}; new tokens alone need an `attention_mask` of all."
-        )
-
-
-def check_prompt_mask(mask: torch.Tensor) -> None:
-    """Refuse rows that end with a pad: the first new token is predicted from their last one."""
-    if not (mask[:, -1] != 0).all():
-        raise ValueError(
-            "`attention_mask` must end with a real token in each row, from which the first new one is predicted, but "
-            f"ends with {mask[:, -1].int().tolist()}. Pad on the left; where it is not given, the library takes each "
-            "`pad_token_id` of a prompt for a pad."
-        )
-
-
-def count_candidates(logits_processor: Any, generation_config: Any) -> int | None:
-    """How many of the likeliest tokens a step of greedy decoding or sampling looks at; `None`: maybe all.
-
-    Greedy decoding looks at one and top-k sampling at k, as long as nothing before it changes the order of tokens.
-    """
-    if generation_config.return_dict_in_generate and (
-        generation_config.output_scores or generation_config.output_logits
-    ):
-        return None
-    for processor in logits_processor:
-        if type(processor) is TopKLogitsWarper and processor.filter_value == -float("inf"):
-            # what comes later sees `-inf` for all others
-            return processor.top_k
-        if type(processor) is not TemperatureLogitsWarper:
-            return None
-    return None if generation_config.do_sample else 1
-
-
-class StopTexts(StoppingCriteria):
-    """Ends a row when the newest token completes one of several texts.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): Decodes the tokens.
-        stop_strings (`str` or `list[str]`): The texts.
-    """
-
-    def __init__(self, tokenizer: Any, stop_strings: str | list[str]):
-        self.texts = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
-        if tokenizer is None:
-            raise ValueError("`tokenizer` must be given together with `stop_strings`, but is None.")
-        if not all(isinstance(text, str) and text for text in self.texts):
-            raise ValueError(f"`stop_strings` must be texts that are not empty, but are {stop_strings!r}.")
-        self.tokenizer = tokenizer
-        # a token that decodes to nothing is rare; spaces and context before the text need a few more
-        self.num_tokens = max(map(len, self.texts)) + 8
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        done = [self._completes(row) for row in input_ids[:, -self.num_tokens :].tolist()]
-        return torch.tensor(done, device=input_ids.device)
-
-    def _completes(self, token_ids: list[int]) -> bool:
-        before, after = self.tokenizer.decode(token_ids[:-1]), self.tokenizer.decode(token_ids)
-        return any(after.count(text) > before.count(text) for text in self.texts)
-
-
-# the name in published `config.json` files; the same class, so that the library's pipelines inject no prompt
+# the name in published `config.json` files; an alias, since the library's text generation pipeline prepends a prompt
+# for classes of this name
 TransfoXLLMHeadModel = TransfoXLForCausalLM
 
 
@@ -995,7 +665,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         self.transformer = TransfoXLModel(config)
         # published name
         self.score = nn.Linear(config.d_model, self.num_labels, bias=False)
-        # as above
+        # not inferred from the class name, as above
         self.loss_type = "ForSequenceClassification"
         self.post_init()
 
@@ -1013,19 +683,19 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         output_hidden_states: bool | int | Sequence[int] | None = None,
         **kwargs: Any,
     ) -> TransfoXLSequenceClassifierOutput:
-        """Classify rows by their rightmost real token.
+        """Classify each batch row by the hidden state of its rightmost real token.
 
         Args:
             input_ids, attention_mask, inputs_embeds, cache, past_key_values, use_cache, output_attentions,
-            output_hidden_states, position_ids: As for [`TransfoXLModel`]. Without a mask the rightmost token that is
-                not `pad_token_id` counts, if the configuration has one.
+            output_hidden_states, position_ids: As for [`TransfoXLModel`]. Without a mask, the rightmost token
+                other than `config.pad_token_id`, if that is set.
             labels (`torch.Tensor` of shape `(batch_size,)` or `(batch_size, num_labels)`, *optional*):
-                Classes, numbers (regression) or 0/1 per class, by `config.problem_type`.
+                Class indices, regression targets or 0/1 per class, depending on `config.problem_type`.
 
         Returns:
             [`TransfoXLSequenceClassifierOutput`] with `logits` of shape `(batch_size, num_labels)`.
         """
-        self._refuse_unknown(kwargs)
+        self._check_keywords(kwargs)
         num_items = kwargs.pop("num_items_in_batch", None)
         inputs = input_ids if input_ids is not None else inputs_embeds
         if labels is not None and inputs is not None:
@@ -1081,8 +751,8 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
             check_ids("labels", labels, self.num_labels, ignored=-100, bound="num_labels")
 
 
-# The lists in which the library's `Trainer` and programs such as lm-eval look up what a model is for. The lists of
-# configurations and tokenizers stay as they are: for their entries the library imports a module of its own.
+# Mappings by which the library's `Trainer` and programs such as lm-eval look up the task of a model. Those of
+# configurations and tokenizers are left as they are: for their entries the library imports a module of its own.
 MODEL_MAPPING_NAMES.setdefault(TransfoXLConfig.model_type, TransfoXLModel.__name__)
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(TransfoXLConfig.model_type, TransfoXLForCausalLM.__name__)
 MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.setdefault(

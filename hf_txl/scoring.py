@@ -1,13 +1,13 @@
 """Scores of texts with memory: perplexity as the paper measures it, sentences, n-best lists, long documents.
 
-All of it reads segment by segment with a [`TransfoXLMemory`], in eval mode and without gradients, never builds a
-(tokens x vocabulary) tensor, and adds up in float64. It follows `evaluate` in `eval.py` of the original PyTorch code.
-How long a memory is, how distances are clamped and so on (`mem_len`, `clamp_len`, `same_length`, `memory_init`) is a
-matter of the memory: every function takes these settings, by default those of the model's configuration.
+All functions read segment by segment with a [`TransfoXLMemory`], in eval mode and without gradients, never build a
+(tokens x vocabulary) tensor, and sum in float64. They follow `evaluate` in `eval.py` of the original PyTorch code.
+Every function takes the settings of the memory (`mem_len`, `clamp_len`, `same_length`, `memory_init`), by default
+those of the model's configuration.
 
-With `same_length=True`, or while everything fits into a memory that starts empty, no result depends on where segments
-are cut, unless positions are absolute. Otherwise a token sees all of the memory and what precedes it in its own
-segment, so `segment_length` is a part of the setting.
+With `same_length=True`, or as long as everything fits into a memory that starts empty, results do not depend on
+segment boundaries, unless positions are absolute. Otherwise a token attends to the whole memory and to its own segment
+up to itself, so results depend on `segment_length`.
 """
 
 import copy
@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from .cache_transfo_xl import TransfoXLMemory
-from .corpus import check_token_ids
 from .data import IGNORED, check_sizes, num_unscored
+from .memory_transfo_xl import TransfoXLMemory
 from .modeling_transfo_xl import TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLPreTrainedModel
+from .token_ids import checked_tokens
 
 
 @dataclass(frozen=True)
 class StreamScore:
-    """What [`evaluate_stream`] measured.
+    """Result of [`evaluate_stream`].
 
     Args:
         loss (`float`): Mean negative log-likelihood in nats per token; a float64 sum over `predictions`.
@@ -46,7 +46,7 @@ class StreamScore:
 
     @property
     def perplexity(self) -> float:
-        """`exp(loss)`, infinite where that is too large for a float."""
+        """`exp(loss)`, infinite where that overflows."""
         return math.exp(self.loss) if self.loss < 709 else math.inf
 
     @property
@@ -62,7 +62,7 @@ class StreamScore:
 
 @contextmanager
 def _inference(model: torch.nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients; afterwards every module is in the mode it was in."""
+    """Eval mode and no gradients; afterwards every module has its former mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -73,64 +73,51 @@ def _inference(model: torch.nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _token_list(name: str, token_ids: Any, vocab_size: int) -> torch.Tensor:
-    """One text as a tensor `(time,)`; refuses ids that the model does not have."""
-    # an empty list would be floating point
-    ids = torch.as_tensor(token_ids) if len(token_ids) else torch.empty(0, dtype=torch.long)
-    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(
-            f"`{name}` must be a list of token ids, but has shape {list(ids.shape)} and dtype {ids.dtype}."
-        )
-    ids = ids.long()
-    check_token_ids(name, ids, vocab_size)
-    return ids
-
-
 def _token_lists(name: str, texts: Sequence[Any], vocab_size: int) -> list[torch.Tensor]:
-    return [_token_list(f"{name}[{index}]", text, vocab_size) for index, text in enumerate(texts)]
+    return [checked_tokens(f"{name}[{index}]", text, vocab_size) for index, text in enumerate(texts)]
 
 
 def evaluate_stream(
     model: TransfoXLForCausalLM,
-    token_ids: torch.Tensor | Sequence[int],
+    token_ids: Any,
     *,
     segment_length: int,
     batch_size: int = 1,
-    mem_len: int | None = None,
-    clamp_len: int | None = None,
-    same_length: bool | None = None,
-    memory_init: str | None = None,
-    stores: str = "auto",
-    ext_len: int | None = None,
     loss: str = "full",
     return_losses: bool = False,
     progress: bool = True,
+    **settings: Any,
 ) -> StreamScore:
     """Mean loss of a long text, read once with a memory: the paper's evaluation.
 
-    The text is cut into `batch_size` contiguous rows, read in parallel (what is left over at the end is dropped).
-    Each token of a row but the first is scored exactly once, whatever the segment length: the last one of a segment
+    The text is cut into `batch_size` contiguous rows, read in parallel (the remainder at the end is dropped). Each
+    token of a row but the first is scored exactly once, whatever the segment length: the last one of a segment
     predicts the first one of the next. So `N // batch_size - 1` tokens are scored per row. `batch_size=1` is exact for
-    one text; more rows are faster, and each starts afresh.
+    one text; more rows are faster, and each starts with a fresh memory.
 
     Args:
         model ([`TransfoXLForCausalLM`]): The model.
-        token_ids (`torch.Tensor` of shape `(num_tokens,)` or sequence of `int`): The text.
+        token_ids (`torch.Tensor` or array of shape `(num_tokens,)`, sequence of `int`, or `datasets.Dataset`):
+            The text, as for [`~hf_txl.data.TokenStreams`].
         segment_length (`int`): Tokens of a row that are scored in one call.
         batch_size (`int`, defaults to 1): Rows.
-        mem_len, clamp_len, same_length, memory_init, stores (*optional*): As for [`TransfoXLMemory`].
-        ext_len (`int`, *optional*):
-            Tokens of a segment that are read again with the next one and enter the memory only then. Default: the
-            configuration's, usually 0. Other values cost twice the time, and change nothing with `same_length=True`.
         loss (`str`, defaults to `"full"`):
             `"half"` scores only the recent half of each segment, as in the paper's ablation (section 4.2, Table 6):
-            of `n` positions the last `n - n // 2`, a shorter last segment by its own length. Everything is read, and
-            `predictions` counts what is scored. Which tokens these are depends on `segment_length`.
+            of `n` positions the last `n - n // 2`, a shorter last segment by its own length. All tokens are read, and
+            `predictions` counts those scored. Which tokens these are depends on `segment_length`.
         return_losses (`bool`, defaults to `False`): Whether to return the loss of every scored token too.
         progress (`bool`, defaults to `True`): Whether to show a progress bar.
+        settings: Arguments of [`TransfoXLMemory`] (`mem_len`, `clamp_len`, `same_length`, `memory_init`, `stores`),
+            by default the configuration's, and `ext_len` (`int`): tokens of a segment that are read again with the
+            next one and enter the memory only then. It defaults to the configuration's, usually 0. Other values cost
+            twice the time, and change nothing with `same_length=True`.
 
     Returns:
         [`StreamScore`]
+
+    Raises:
+        ValueError: if the text is too short or holds ids that the model does not have, or a size is out of range.
+        TypeError: if `settings` holds anything else.
 
     Example:
 
@@ -141,28 +128,13 @@ def evaluate_stream(
     """
     check_sizes(segment_length=segment_length, batch_size=batch_size)
     num_unscored(segment_length, loss)
-    config = model.config
-    ext_len = config.ext_len if ext_len is None else ext_len
+    ext_len = settings.pop("ext_len", None)
+    ext_len = model.config.ext_len if ext_len is None else ext_len
     if ext_len < 0:
         raise ValueError(f"`ext_len` must be 0 or more, but is {ext_len}.")
-    ids = _token_list("token_ids", token_ids, config.vocab_size)
-    length = len(ids) // batch_size
-    if length < 2:
-        raise ValueError(
-            f"`token_ids` must hold at least 2 tokens for each of `batch_size` ({batch_size}) rows, "
-            f"but has {len(ids)}."
-        )
-    # (num_tokens,) -> (batch, length)
-    rows = ids[: batch_size * length].view(batch_size, length).to(model.device)
-    memory = model.init_memory(
-        batch_size,
-        mem_len=mem_len,
-        clamp_len=clamp_len,
-        same_length=same_length,
-        memory_init=memory_init,
-        stores=stores,
-    )
-    num_targets = length - 1
+    rows = _parallel_rows(checked_tokens("token_ids", token_ids, model.config.vocab_size), batch_size).to(model.device)
+    memory = model.init_memory(batch_size, **settings)
+    num_targets = rows.shape[1] - 1
     total, predictions, kept_losses = 0.0, 0, []
     started = time.perf_counter()
     bar = tqdm(total=batch_size * num_targets, unit="tok", unit_scale=True, desc="evaluating", disable=not progress)
@@ -170,16 +142,7 @@ def evaluate_stream(
         for start in range(0, num_targets, segment_length):
             stop = min(start + segment_length, num_targets)
             first = max(0, start - ext_len)
-            # the last `ext_len` tokens come again with the next segment; their states enter the memory only then
-            reading = copy.copy(memory) if ext_len else memory
-            targets = rows[:, first + 1 : stop + 1].clone()
-            # of the segment itself, what `TokenStreams` leaves out in training
-            num_ignored = start - first + num_unscored(stop - start, loss)
-            targets[:, :num_ignored] = IGNORED
-            output = model(rows[:, first:stop], cache=reading, shift_labels=targets, return_logits=False)
-            if ext_len and stop - first > ext_len:
-                model.base_model(rows[:, first : stop - ext_len], cache=memory)
-            losses = output.losses[:, num_ignored:].cpu()
+            losses = _segment_losses(model, rows[:, first : stop + 1], memory, start - first, ext_len, loss)
             total += losses.double().sum().item()
             predictions += losses.numel()
             if return_losses:
@@ -194,29 +157,61 @@ def evaluate_stream(
     )
 
 
+def _parallel_rows(ids: torch.Tensor, batch_size: int) -> torch.Tensor:
+    length = len(ids) // batch_size
+    if length < 2:
+        raise ValueError(
+            f"`token_ids` must hold at least 2 tokens for each of `batch_size` ({batch_size}) rows, "
+            f"but has {len(ids)}."
+        )
+    # (num_tokens,) -> (batch, length)
+    return ids[: batch_size * length].view(batch_size, length)
+
+
+def _segment_losses(
+    model: TransfoXLForCausalLM, tokens: torch.Tensor, memory: TransfoXLMemory, num_again: int, ext_len: int, loss: str
+) -> torch.Tensor:
+    """Losses of the scored tokens of one segment, on the CPU; the memory advances.
+
+    Args:
+        tokens: `(batch_size, time + 1)`: `num_again` tokens that were scored before, the segment, and its last target.
+        ext_len: Tokens at the end that come again with the next segment; they do not enter the memory yet.
+    """
+    num_inputs = tokens.shape[1] - 1
+    targets = tokens[:, 1:].clone()
+    # of the segment itself, what `TokenStreams` leaves out in training
+    num_ignored = num_again + num_unscored(num_inputs - num_again, loss)
+    targets[:, :num_ignored] = IGNORED
+    cache = copy.copy(memory) if ext_len else memory
+    output = model(tokens[:, :-1], cache=cache, shift_labels=targets, return_logits=False)
+    if ext_len and num_inputs > ext_len:
+        model.base_model(tokens[:, : num_inputs - ext_len], cache=memory)
+    return output.losses[:, num_ignored:].cpu()
+
+
 def _segments(
     rows: Sequence[torch.Tensor], segment_length: int, device: torch.device
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
     """Cut rows of falling length into segments.
 
-    Rows that have ended are left out, so a row can hold pads only behind its own last token. There nothing sees
-    them: no mask is needed, and what a memory keeps of them is not read any more.
+    Rows that have ended are left out, so only the last segment of a row has padding, on the right. No token attends to
+    it: no mask is needed, and the row's memory is not read any more.
 
     Yields:
-        Real tokens of each row that goes on, and ids `(rows that go on, time)` with 0 behind the last token.
+        Number of tokens of each row that continues, and ids `(continuing rows, time)`, right-padded with 0.
     """
     for start in range(0, len(rows[0]), segment_length):
         pieces = [row[start : start + segment_length] for row in rows if len(row) > start]
         yield [len(piece) for piece in pieces], torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True).to(device)
 
 
-def _going_on(memory: TransfoXLMemory, num_rows: int) -> TransfoXLMemory:
+def _continuing(memory: TransfoXLMemory, num_rows: int) -> TransfoXLMemory:
     """The memory of the first rows, which are the longest."""
     return memory if memory.batch_size in (None, num_rows) else memory.select(range(num_rows))
 
 
 def _batches_by_length(texts: Sequence[torch.Tensor], batch_size: int) -> Iterator[list[int]]:
-    """Indices of texts, longest first, so that rows of a batch end at about the same time."""
+    """Indices of texts, longest first, so that rows of a batch have similar lengths."""
     order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]
@@ -235,26 +230,26 @@ def score_sequences(
 ) -> torch.Tensor:
     """Log-probability of each of several sequences of any lengths.
 
-    Two modes, which answer different questions:
+    There are two modes:
 
     - `"independent"`: each sequence is scored with a fresh memory, after the context if there is one. The result does
       not depend on batching or on the order of the list.
-    - `"stream"`: the sequences are one running text, in order; each is scored after all that went before it. Their
-      scores add up to that of the joined text.
+    - `"stream"`: the sequences are one text, in order; each is scored given all sequences before it. Their scores add
+      up to that of the concatenated text.
 
-    A token is scored if something precedes it. A sequence of n tokens has n - 1 scored tokens if it comes first, and n
-    if it follows a context, `bos_token_id` or, in a stream, another sequence. An empty sequence scores 0.
+    A token is scored if another one precedes it. A sequence of n tokens has n - 1 scored tokens if it comes first, and
+    n if it follows a context, `bos_token_id` or, in a stream, another sequence. An empty sequence scores 0.
 
     Args:
         model ([`TransfoXLForCausalLM`]): The model.
         sequences (`list[list[int]]`): Token ids of each sequence.
-        mode (`str`, defaults to `"independent"`): As above.
+        mode (`str`, defaults to `"independent"`): `"independent"` or `"stream"`, as above.
         context (`list[int]`, *optional*):
             Tokens before every sequence, or before the whole stream. They are read once.
-        bos_token_id (`int`, *optional*): Token to put before the context, or before what is scored if there is none.
+        bos_token_id (`int`, *optional*): Token to prepend to the context, or to what is scored if there is none.
         batch_size (`int`, defaults to 16): Sequences scored together if they are independent.
-        segment_length (`int`, defaults to 512): Longest piece read in one call.
-        settings: Lengths and start of the memory, as for [`TransfoXLMemory`].
+        segment_length (`int`, defaults to 512): Most tokens of a sequence that are read in one call.
+        settings: Arguments of [`TransfoXLMemory`] (`mem_len`, `clamp_len`, `same_length`, `memory_init`).
 
     Returns:
         `torch.Tensor` of shape `(num_sequences,)`, float64: sums of log-probabilities (natural logarithm).
@@ -264,14 +259,14 @@ def score_sequences(
     check_sizes(batch_size=batch_size, segment_length=segment_length)
     vocab_size = model.config.vocab_size
     texts = _token_lists("sequences", sequences, vocab_size)
-    prefix = _token_list("context", [] if context is None else context, vocab_size)
+    prefix = checked_tokens("context", [] if context is None else context, vocab_size)
     if bos_token_id is not None:
-        prefix = torch.cat([_token_list("bos_token_id", [bos_token_id], vocab_size), prefix])
+        prefix = torch.cat([checked_tokens("bos_token_id", [bos_token_id], vocab_size), prefix])
     scores = torch.zeros(len(texts), dtype=torch.float64)
     with _inference(model):
         if mode == "stream":
             joined = torch.cat([prefix, *texts])
-            # nothing precedes the first token of all
+            # the very first token has no context
             unscored = torch.zeros(min(1, len(joined)))
             losses = torch.cat([unscored, *_losses(model, [joined], segment_length, settings)])
             sizes = [len(prefix)] + [len(text) for text in texts]
@@ -301,20 +296,21 @@ def _losses(
     settings: dict[str, Any],
     memory: TransfoXLMemory | None = None,
 ) -> list[torch.Tensor]:
-    """Negative log-likelihoods of each row's tokens but the first; rows by falling length, empty list for short ones.
+    """Negative log-likelihoods of each row's tokens but the first. Rows of fewer than 2 tokens are left out.
 
     Args:
-        memory: What precedes the rows, which begin with its next token; by default a fresh one.
+        rows: Token ids of each row, longest first.
+        memory: Memory of what precedes the rows; by default a fresh one.
     """
     rows = [row for row in rows if len(row) > 1]
     if not rows:
         return []
-    memory = model.init_memory(len(rows), **settings) if memory is None else _going_on(memory, len(rows))
+    memory = model.init_memory(len(rows), **settings) if memory is None else _continuing(memory, len(rows))
     losses: list[list[torch.Tensor]] = [[] for _ in rows]
     inputs = _segments([row[:-1] for row in rows], segment_length, model.device)
     targets = _segments([row[1:] for row in rows], segment_length, model.device)
     for (lengths, input_ids), (_, shift_labels) in zip(inputs, targets, strict=True):
-        memory = _going_on(memory, len(lengths))
+        memory = _continuing(memory, len(lengths))
         behind = torch.arange(input_ids.shape[1]) >= torch.tensor(lengths)[:, None]
         shift_labels = shift_labels.masked_fill(behind.to(model.device), IGNORED)
         output = model(input_ids, cache=memory, shift_labels=shift_labels, return_logits=False)
@@ -332,19 +328,19 @@ def score_continuations(
     segment_length: int = 512,
     **settings: Any,
 ) -> torch.Tensor:
-    """Log-probability of each continuation of one context: rescoring of an n-best list.
+    """Log-probability of each continuation of one context, as in rescoring an n-best list.
 
     The context is read once, and the hypotheses share its memory. With `same_length=True`, or if a memory that starts
-    empty is long enough for context and continuation, the result is that of scoring each joined text, unless positions
-    are absolute.
+    empty is long enough for context and continuation, the result is that of scoring each concatenated text, unless
+    positions are absolute.
 
     Args:
         model ([`TransfoXLForCausalLM`]): The model.
         context_ids (`list[int]`): Tokens of the context, at least one.
         continuations (`list[list[int]]`): Tokens of each hypothesis, of any lengths.
         batch_size (`int`, defaults to 32): Hypotheses scored together.
-        segment_length (`int`, defaults to 512): Longest piece read in one call.
-        settings: Lengths and start of the memory, as for [`TransfoXLMemory`].
+        segment_length (`int`, defaults to 512): Most tokens of a sequence that are read in one call.
+        settings: Arguments of [`TransfoXLMemory`] (`mem_len`, `clamp_len`, `same_length`, `memory_init`).
 
     Returns:
         `torch.Tensor` of shape `(num_continuations,)`, float64: sums of log-probabilities of all tokens of each
@@ -352,7 +348,7 @@ def score_continuations(
     """
     if len(context_ids) == 0:
         raise ValueError("`context_ids` must hold at least one token, but is empty (`score_sequences` needs none).")
-    context = _token_list("context_ids", context_ids, model.config.vocab_size)
+    context = checked_tokens("context_ids", context_ids, model.config.vocab_size)
     texts = _token_lists("continuations", continuations, model.config.vocab_size)
     return score_sequences(
         model, texts, context=context, batch_size=batch_size, segment_length=segment_length, **settings
@@ -368,10 +364,10 @@ def embed_documents(
     progress: bool = False,
     **settings: Any,
 ) -> torch.Tensor:
-    """One vector for each document of any length: the hidden state of its last token, which has read the document.
+    """One vector for each document of any length: the hidden state of its last token.
 
-    Documents are read in segments with a memory, those of similar length together; the result is that of each document
-    alone. With `same_length=True` and relative positions it is that of one pass over the whole document.
+    Documents are read in segments with a memory, batched by length; batching does not change the result. With
+    `same_length=True` and relative positions it is that of one pass over the whole document.
 
     Args:
         model ([`TransfoXLModel`] or a model with a head): The model.
@@ -379,7 +375,7 @@ def embed_documents(
         segment_length (`int`, defaults to 512): Tokens of a document that are read in one call.
         batch_size (`int`, defaults to 8): Documents read together.
         progress (`bool`, defaults to `False`): Whether to show a progress bar.
-        settings: Lengths and start of the memory, as for [`TransfoXLMemory`].
+        settings: Arguments of [`TransfoXLMemory`] (`mem_len`, `clamp_len`, `same_length`, `memory_init`).
 
     Returns:
         `torch.Tensor` of shape `(num_documents, d_model)` on the model's device.
@@ -395,9 +391,9 @@ def embed_documents(
         for indices in _batches_by_length(texts, batch_size):
             memory = model.init_memory(len(indices), **settings)
             for lengths, input_ids in _segments([texts[index] for index in indices], segment_length, model.device):
-                memory = _going_on(memory, len(lengths))
+                memory = _continuing(memory, len(lengths))
                 states = model.base_model(input_ids, cache=memory).last_hidden_state
-                # of a document that goes on, a later segment's last state takes its place
+                # a later segment of the document overwrites it
                 for index, length, row_states in zip(indices, lengths, states, strict=False):
                     vectors[index] = row_states[length - 1].clone()
             bar.update(len(indices))

@@ -1,4 +1,4 @@
-"""Folders that appear only when they are complete."""
+"""Output folders that are written beside their place and renamed when they are complete."""
 
 import os
 import shutil
@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def new_or_forced(force: bool, sources: Iterable[str | Path]) -> Callable[[Path], None]:
-    """A check for the functions below: refuses an output that is not empty, unless forced, or that holds a source."""
+    """A check for the functions below: refuses an output that contains a source or, unless forced, any file."""
 
     def check(output: Path) -> None:
         if not os.path.lexists(output):
             return
         if not output.is_dir() or output.is_symlink():
-            raise FileExistsError(f"`output` must be a folder, but {output} is none.")
+            raise FileExistsError(f"`output` must be a folder, but {output} is not one.")
         for source in sources:
             path = Path(source).expanduser().resolve()
             if output.resolve() in [path, *path.parents]:
@@ -27,36 +27,37 @@ def new_or_forced(force: bool, sources: Iterable[str | Path]) -> Callable[[Path]
 
 
 def check_writable(folder: Path, check_replaceable: Callable[[Path], None]) -> None:
-    """See before any work is done that `folder` can be written. Nothing is made or changed yet.
+    """Check before any work is done that `folder` can be written. Nothing is created or changed.
 
     Args:
         folder (`Path`): Where the finished folder will be.
         check_replaceable (`Callable[[Path], None]`): Raises if what is at `folder` must not be replaced.
 
     Raises:
-        FileExistsError: what `check_replaceable` raises; if the program works in `folder`, or a file is in its way.
-        PermissionError: if the folder that it will be in cannot be written to.
+        FileExistsError: from `check_replaceable`, and if `folder` is or contains the working directory, or a parent is
+            a file.
+        PermissionError: if its parent cannot be written to.
     """
     here = Path.cwd()
     if folder.resolve() in [here, *here.parents]:
-        raise FileExistsError(f"`output` must be a new folder, but {folder} is the one that the program works in.")
+        raise FileExistsError(f"`output` must be a new folder, but {folder} is or contains the working directory.")
     check_replaceable(folder)
     parent = next(each for each in folder.resolve().parents if os.path.lexists(each))
     if not parent.is_dir():
         raise FileExistsError(f"`output` must be in a folder, but {parent} is a file.")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise PermissionError(f"`output` must be in a folder that can be written to, but {parent} cannot.")
+        raise PermissionError(f"`output` must be in a folder that can be written to, but {parent} is not.")
 
 
 @contextmanager
 def written_beside(folder: Path, check_replaceable: Callable[[Path], None]) -> Iterator[Path]:
-    """A new folder beside `folder` that takes its place when the block ends well, and goes away when it does not.
+    """A new folder beside `folder` that replaces it when the block succeeds, and is removed when it raises.
 
-    Folders that lead to it and are not there are made, and go away too.
+    Missing parents are created, and removed too if the block raises.
 
     Args:
         folder (`Path`): Where the finished folder will be.
-        check_replaceable (`Callable[[Path], None]`): Raises if what is at `folder` by then must not be replaced.
+        check_replaceable (`Callable[[Path], None]`): Raises if what is at `folder` at the end must not be replaced.
     """
     folder = folder.resolve()
     new_parents = [parent for parent in folder.parents if not parent.exists()]
@@ -79,7 +80,7 @@ def written_beside(folder: Path, check_replaceable: Callable[[Path], None]) -> I
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         for parent in new_parents:
-            # in use now, or never made
+            # not empty, or never created
             with suppress(OSError):
                 parent.rmdir()
 

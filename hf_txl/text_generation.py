@@ -1,7 +1,7 @@
-"""Text that goes on from a prompt and from a context of any length, which is read once, segment by segment.
+"""Text generation from a prompt and a context of any length, which is read once, segment by segment.
 
-What `hf-txl generate` does. The context's memory is all that is kept of it, so that neither its length nor that of the
-text makes a token cost more.
+This is what `hf-txl generate` runs. Only the memory of the context is kept, so the cost of a token depends neither on
+the length of the context nor on that of the text.
 """
 
 import math
@@ -15,23 +15,24 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TextStreamer, set_seed
 
-from .cache_transfo_xl import TransfoXLMemory
-from .data import check_sizes
+from .data import check_seed, check_sizes
+from .memory_transfo_xl import TransfoXLMemory
 from .modeling_transfo_xl import TransfoXLForCausalLM
+from .options import read_options
 from .tokenization_transfo_xl import encode_file
 
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """What [`generate_text`] wrote.
+    """Result of [`generate_text`].
 
     Args:
-        prompt (`str`): What it goes on from, besides the context.
+        prompt (`str`): The prompt.
         text (`str`): The new text, without the prompt; end-of-line tokens are line breaks.
         token_ids (`list[int]`): The new tokens.
-        context_tokens (`int`): How many tokens of context were read before the prompt.
-        seconds (`float`): Time to read the prompt and to write, without the context.
-        settings (`dict[str, Any]`): How tokens were chosen.
+        context_tokens (`int`): Number of context tokens read before the prompt.
+        seconds (`float`): Duration of prefill and generation, without reading the context.
+        settings (`dict[str, Any]`): Settings of the sampling.
     """
 
     prompt: str
@@ -43,7 +44,7 @@ class GeneratedText:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second, 0 where no time was measured."""
+        """New tokens per second, 0 if no time was measured."""
         return len(self.token_ids) / self.seconds if self.seconds else 0.0
 
 
@@ -56,19 +57,82 @@ def read_context(
     segment_length: int = 128,
     progress: bool = True,
 ) -> None:
-    """Let a memory read a text; nothing is scored.
+    """Advance a memory over a text, without scoring it.
 
     Args:
         model (`TransfoXLForCausalLM`): In eval mode.
         token_ids (`torch.Tensor` of shape `(num_tokens,)`): The text.
-        memory (`TransfoXLMemory`): Advances by all of them.
-        segment_length (`int`, defaults to 128): Tokens read at once.
-        progress (`bool`, defaults to `True`): Whether to show a bar.
+        memory (`TransfoXLMemory`): Memory, which advances by all tokens.
+        segment_length (`int`, defaults to 128): Tokens read in one call.
+        progress (`bool`, defaults to `True`): Whether to show a progress bar.
     """
     with tqdm(total=len(token_ids), desc="reading the context", unit="token", disable=not progress) as bar:
         for segment in token_ids.split(segment_length):
             model.transformer(segment[None].to(model.device), cache=memory)
             bar.update(len(segment))
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """Options of [`generate_text`].
+
+    Args:
+        top_k (`int`, defaults to 40): Sample from this many of the likeliest tokens; 0 or None: from all.
+        top_p (`float`, *optional*): Sample from the likeliest tokens whose probabilities add up to this.
+        temperature (`float`, defaults to 0.95):
+            Divisor of the logits; a `temperature` or a `top_p` of 0 takes the likeliest token (greedy decoding). The
+            defaults are those with which the published WikiText-103 model is usually sampled.
+        seed (`int`, defaults to 0): Seed of the sampling.
+        stop_strings (`list[str]`, *optional*): Texts after which to stop, line breaks as they are shown.
+        suppress_unknown (`bool`, defaults to `False`): Never generate the token of unknown words.
+        segment_length (`int`, defaults to 128): Tokens of the context that are read in one call.
+
+    Raises:
+        ValueError: if a value is out of range.
+    """
+
+    top_k: int | None = 40
+    top_p: float | None = None
+    temperature: float = 0.95
+    seed: int = 0
+    stop_strings: list[str] | None = None
+    suppress_unknown: bool = False
+    segment_length: int = 128
+
+    def __post_init__(self) -> None:
+        check_sizes(segment_length=self.segment_length)
+        # logits divided by a smaller number would be infinite
+        if not (self.temperature == 0 or 1e-30 <= self.temperature < math.inf):
+            raise ValueError(
+                f"`temperature` must be 0 (the likeliest token) or at least 1e-30, but is {self.temperature}."
+            )
+        if self.top_k is not None and self.top_k < 0:
+            raise ValueError(f"`top_k` must be 0 (all tokens) or more, but is {self.top_k}.")
+        if self.top_p is not None and not 0 <= self.top_p <= 1:
+            raise ValueError(f"`top_p` must be between 0 and 1, but is {self.top_p}.")
+        check_seed(self.seed)
+        if self.stop_strings is not None and not all(self.stop_strings):
+            raise ValueError(f"`stop_strings` must be texts that are not empty, but are {self.stop_strings!r}.")
+
+    def sampling(self) -> dict[str, Any]:
+        """Arguments of `generate` that choose a token from its probabilities."""
+        if self.temperature == 0:
+            return {"do_sample": False}
+        top_p = 1.0 if self.top_p is None else self.top_p
+        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k or 0, "top_p": top_p}
+
+    def restrictions(self, model: TransfoXLForCausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Arguments of `generate` for suppressed tokens and stop strings."""
+        restrictions: dict[str, Any] = {}
+        if self.suppress_unknown and tokenizer.unk_token_id is not None:
+            others = model.generation_config.suppress_tokens or []
+            restrictions["suppress_tokens"] = sorted({*others, tokenizer.unk_token_id})
+        if stop_strings := self.stop_strings or model.generation_config.stop_strings:
+            stop_strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
+            # a line break that is shown may be an end token
+            as_tokens = [text.replace("\n", tokenizer.eos_token) for text in stop_strings if tokenizer.eos_token]
+            restrictions["stop_strings"] = sorted({*stop_strings, *as_tokens})
+        return restrictions
 
 
 def generate_text(
@@ -78,90 +142,48 @@ def generate_text(
     *,
     context_file: str | Path | None = None,
     max_new_tokens: int = 100,
-    top_k: int | None = 40,
-    top_p: float | None = None,
-    temperature: float = 0.95,
-    seed: int = 0,
-    stop_strings: list[str] | None = None,
-    suppress_unknown: bool = False,
-    segment_length: int = 128,
     write: Callable[[str], object] | None = None,
     progress: bool = True,
+    **options: Any,
 ) -> GeneratedText:
-    """Write on from a prompt, after a context.
+    """Continue a prompt, after a context.
 
     Args:
         model (`TransfoXLForCausalLM`): The model.
         tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
         prompt (`str`): What the text begins with; may be empty where there is a context.
         context_file (`str` or `Path`, *optional*): A text that is read before the prompt, line by line as in training.
-        max_new_tokens (`int`, defaults to 100): Tokens to write. An end-of-line token does not end the text.
-        top_k, top_p, temperature:
-            How to sample; a `temperature` or a `top_p` of 0 takes the likeliest token. The defaults are those with
-            which the published WikiText-103 model is usually sampled.
-        seed (`int`, defaults to 0): Of the sampling.
-        stop_strings (`list[str]`, *optional*): Texts after which to stop, line breaks as they are shown.
-        suppress_unknown (`bool`, defaults to `False`): Never choose the token of unknown words.
-        segment_length (`int`, defaults to 128): Tokens of the context that are read at once.
-        write (`Callable[[str], object]`, *optional*): Gets the text piece by piece as it comes.
-        progress (`bool`, defaults to `True`): Whether to show a bar while the context is read.
+        max_new_tokens (`int`, defaults to 100): Tokens to generate. An end-of-line token does not end the text.
+        write (`Callable[[str], object]`, *optional*): Called with each piece of the text as it is generated.
+        progress (`bool`, defaults to `True`): Whether to show a progress bar while the context is read.
+        options: Fields of [`GenerationOptions`]: `top_k`, `top_p`, `temperature`, `seed`, `stop_strings`,
+            `suppress_unknown`, `segment_length`.
 
     Returns:
         [`GeneratedText`]
 
     Raises:
-        ValueError: if there is neither prompt nor context, or a setting is out of its range.
+        ValueError: if there is neither prompt nor context, or an argument is out of range.
+        TypeError: if an option is unknown.
     """
-    check_sizes(max_new_tokens=max_new_tokens, segment_length=segment_length)
-    # scores over a smaller number would be infinite
-    if not (temperature == 0 or 1e-30 <= temperature < math.inf):
-        raise ValueError(f"`temperature` must be 0 (the likeliest token) or at least 1e-30, but is {temperature}.")
-    if top_k is not None and top_k < 0:
-        raise ValueError(f"`top_k` must be 0 (all tokens) or more, but is {top_k}.")
-    if top_p is not None and not 0 <= top_p <= 1:
-        raise ValueError(f"`top_p` must be between 0 and 1, but is {top_p}.")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"`seed` must be between 0 and 2**32 - 1, but is {seed}.")
-    if stop_strings is not None and not all(stop_strings):
-        raise ValueError(f"`stop_strings` must be texts that are not empty, but are {stop_strings!r}.")
+    chosen = read_options(GenerationOptions, options, "generate_text")
+    check_sizes(max_new_tokens=max_new_tokens)
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(
             f"`tokenizer` must have at most as many tokens as the model ({model.config.vocab_size}), but has "
             f"{len(tokenizer)}."
         )
-    prompt_ids = torch.tensor(tokenizer(prompt, add_special_tokens=False)["input_ids"], dtype=torch.long)
-    context_ids = torch.tensor([], dtype=torch.long)
-    if context_file is not None:
-        context_ids = torch.from_numpy(encode_file(tokenizer, context_file))
-    if not len(prompt_ids):
-        # a first token must be predicted from something
-        context_ids, prompt_ids = context_ids[:-1], context_ids[-1:]
-    if not len(prompt_ids):
-        raise ValueError("`prompt` or `context_file` must hold some text, but both are empty.")
-
+    context_ids, prompt_ids = _context_and_prompt(tokenizer, prompt, context_file)
     model.eval()
     memory = TransfoXLMemory(model.config)
     if len(context_ids):
-        read_context(model, context_ids, memory, segment_length=segment_length, progress=progress)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        top_p = 1.0 if top_p is None else top_p
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p}
-    settings = {**sampling, "max_new_tokens": max_new_tokens, "seed": seed}
-    choices: dict[str, Any] = dict(sampling)
-    if suppress_unknown and tokenizer.unk_token_id is not None:
-        others = model.generation_config.suppress_tokens or []
-        choices["suppress_tokens"] = sorted({*others, tokenizer.unk_token_id})
-    if stop_strings := stop_strings or model.generation_config.stop_strings:
-        stop_strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
-        # a line break that is shown may be an end token
-        as_tokens = [text.replace("\n", tokenizer.eos_token) for text in stop_strings if tokenizer.eos_token]
-        choices["stop_strings"] = sorted({*stop_strings, *as_tokens})
-    set_seed(seed)
+        read_context(model, context_ids, memory, segment_length=chosen.segment_length, progress=progress)
+    sampling = chosen.sampling()
+    set_seed(chosen.seed)
     started = time.perf_counter()
     output = model.generate(
         prompt_ids[None].to(model.device),
-        # without it the library takes each token 0 for a pad, which ends a line in word-level vocabularies
+        # without it the library treats every token 0 as padding; in word-level vocabularies that token ends a line
         attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.long, device=model.device),
         cache=memory,
         max_new_tokens=max_new_tokens,
@@ -169,7 +191,7 @@ def generate_text(
         eos_token_id=None,
         pad_token_id=0,
         tokenizer=tokenizer,
-        # whatever the model's configuration says, here one text is written from a memory, piece by piece
+        # whatever the model's configuration says: one text, from a memory, streamed piece by piece
         num_beams=1,
         num_return_sequences=1,
         return_dict_in_generate=False,
@@ -177,29 +199,45 @@ def generate_text(
         prompt_lookup_num_tokens=None,
         cache_implementation=None,
         streamer=None if write is None else PieceStreamer(tokenizer, write),
-        **choices,
+        **sampling,
+        **chosen.restrictions(model, tokenizer),
     )
     seconds = time.perf_counter() - started
     new_ids = output[0, len(prompt_ids) :].tolist()
     # decoded with the prompt, since a token's spaces depend on its neighbours
     before, whole = (str(tokenizer.decode(ids)) for ids in (prompt_ids, output[0]))
     text = whole[len(before) :] if whole.startswith(before) else str(tokenizer.decode(new_ids))
-    text = break_lines(text, tokenizer)
-    return GeneratedText(prompt, text, new_ids, len(context_ids), seconds, settings)
+    settings = {**sampling, "max_new_tokens": max_new_tokens, "seed": chosen.seed}
+    return GeneratedText(prompt, break_lines(text, tokenizer), new_ids, len(context_ids), seconds, settings)
+
+
+def _context_and_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, context_file: str | Path | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids of both. Without a prompt the last context token takes its place: the first new token must follow one."""
+    prompt_ids = torch.tensor(tokenizer(prompt, add_special_tokens=False)["input_ids"], dtype=torch.long)
+    context_ids = torch.tensor([], dtype=torch.long)
+    if context_file is not None:
+        context_ids = torch.from_numpy(encode_file(tokenizer, context_file))
+    if not len(prompt_ids):
+        context_ids, prompt_ids = context_ids[:-1], context_ids[-1:]
+    if not len(prompt_ids):
+        raise ValueError("`prompt` or `context_file` must hold some text, but both are empty.")
+    return context_ids, prompt_ids
 
 
 def break_lines(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Text with line breaks where its end tokens are, which word-level vocabularies have in their place."""
+    """Text with its end tokens replaced by the line breaks that they stand for in word-level vocabularies."""
     return text.replace(tokenizer.eos_token, "\n") if tokenizer.eos_token else text
 
 
 class PieceStreamer(TextStreamer):
-    """Hands over each piece of new text as soon as no later token can change it.
+    """Streams each piece of new text as soon as no later token can change it.
 
-    The prompt is not handed over, but decoded with what follows, and so are the last tokens of what was.
+    Neither the prompt nor text that was streamed is streamed again; both are decoded with what follows, as context.
     """
 
-    # tokens that are decoded together, and how many of them go on after that
+    # tokens that are decoded together, and how many of them are kept as context after that
     LONGEST, OVERLAP = 256, 32
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]):
@@ -223,4 +261,4 @@ class PieceStreamer(TextStreamer):
         self.write(break_lines(text, self.tokenizer))
 
 
-__all__ = ["GeneratedText", "generate_text", "read_context"]
+__all__ = ["GeneratedText", "GenerationOptions", "generate_text", "read_context"]

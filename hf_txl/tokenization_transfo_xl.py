@@ -1,13 +1,12 @@
-"""Tokenizers of Transformer-XL: raw text by the Moses rules, text split at white space, characters, bytes.
+"""Tokenizers of Transformer-XL: Moses rules for raw text, splitting at white space, characters, or bytes.
 
-What a mode does is written in the terms of the `tokenizers` library (normalizer, pre-tokenizer, vocabulary, decoder),
-so that the saved `tokenizer.json` gives the same ids where this file is not at hand. The file adds how one is built,
-from a vocabulary or from texts, and what the originals did around it: tokens that begin and end each line.
+Each mode consists of components of the `tokenizers` library (normalizer, pre-tokenizer, vocabulary, decoder), so a
+saved `tokenizer.json` gives the same ids without this file. The file builds tokenizers, from a vocabulary or from
+texts, and adds the originals' tokens at the start and end of each line.
 
-`moses` follows `TransfoXLTokenizer` of transformers 4: punctuation is normalised, words are split by the Moses rules
-with aggressive dash splitting, numbers at their commas and points. `docs/tokenizers.md` lists where it differs. The
-other modes follow `utils/vocabulary.py` and the data scripts of the original code (`pytorch/` in
-kimiyoung/transformer-xl).
+`moses` follows `TransfoXLTokenizer` of transformers 4: it normalises punctuation and splits words by the Moses rules
+with aggressive dash splitting, and numbers at commas and points; `docs/tokenizers.md` lists the differences. The other
+modes follow `utils/vocabulary.py` and the data scripts of the original code (`pytorch/` in kimiyoung/transformer-xl).
 """
 
 import io
@@ -36,26 +35,26 @@ from .legacy_names_transfo_xl import (
     refuse_arguments,
 )
 
-# the value of an argument that is taken from the vocabulary or from the tokenizer's files
+# default of arguments whose value is derived from the vocabulary or read from the tokenizer's files
 AUTO = "auto"
 UNKNOWN_TOKENS = ("<unk>", "<UNK>")
-# the second one begins and ends every sentence of the One Billion Word corpus
+# the second one starts and ends every sentence of the One Billion Word corpus
 END_TOKENS = ("<eos>", "<S>")
-# the library's error for an unknown word where there is no unknown token
+# the library's error for an unknown word if there is no unknown token
 MISSING_UNKNOWN = "Missing [UNK]"
-# how much text is encoded at a time
+# characters encoded at a time
 BATCH_CHARACTERS = 1 << 18
 
 # moses: characters
-# Han and Hangul are no letters to Moses, so that each of their characters is a token.
+# Moses does not count Han and Hangul as letters: each of their characters is a token.
 LETTER = r"[\p{Alphabetic}&&[^\p{Han}\p{Hangul}]]"
 DIGIT = r"\p{Nd}"
 ALNUM = rf"[{LETTER}{DIGIT}]"
-# what the detokeniser writes without spaces
+# characters that the detokeniser joins without spaces
 IDEOGRAPH = r"[\p{Han}\p{Hangul}\p{Hiragana}\p{Katakana}\p{Bopomofo}]"
 CLOSING = r",.?!:;\\%}\])"
 
-# moses: abbreviations that keep their full stop, and those that keep it before a number
+# moses: abbreviations that keep their full stop, and those that keep it only before a number
 ABBREVIATIONS = (
     "[A-Z] Mr Mrs Ms MR MRS MS MM Messrs Mlle Mme Dr Drs DR Prof Hon Hr Sr Msgr Rev St Rt Ph "  # with names
     "Adm Brig Capt Cmdr Col Comdr Cpl Ens Gen Lt Maj Pfc Pvt Sfc Sgt "  # ranks
@@ -65,7 +64,7 @@ ABBREVIATIONS = (
 )
 NUMBER_ABBREVIATIONS = "No Art pp"
 
-# moses: what is replaced in the text, in this order
+# moses: replacements in the text, in this order
 MOSES_TEXT = (
     (r"[`']{2}", ' " '),
     (r"[`´‘’‚]", "'"),
@@ -73,7 +72,7 @@ MOSES_TEXT = (
     (r"…", "..."),
     (r"—", " - "),
     (r"–", "-"),
-    # a quotation mark goes behind full stops and commas that follow it: one more there, then none here
+    # a quotation mark moves behind the full stops and commas that follow it: inserted there, then removed here
     (r'"[.,]+\K', '"'),
     (r'"(?=[.,]+")', ""),
     (r"[\x00-\x08\x0E-\x1F]", ""),
@@ -82,12 +81,12 @@ MOSES_TEXT = (
     (rf"(?<={DIGIT})\.(?={DIGIT})", " @.@ "),
 )
 
-# moses: what a token is, the first that fits
-# A piece of a word has no full stop. An apostrophe splits a word, but not between a digit and a letter ("50'S").
+# moses: patterns of a token; the first match counts
+# A piece of a word has no full stop. An apostrophe splits a word, except between a digit and a letter ("50'S").
 PIECE = rf"(?:[{ALNUM}-]|(?<={DIGIT})'(?=[{LETTER}&&[^s]]))+"
 WORD_ENDS = rf"(?![{ALNUM}.-])"
-# "it" + "'s"; such an apostrophe needs both letters for itself: "rock" + "'n'roll"; "1980" + "'s"; "<unk>" + "'s",
-# where the text behind the special token is looked at alone
+# "it" + "'s"; two apostrophes cannot share a letter: "rock" + "'n'roll"; "1980" + "'s"; "<unk>" + "'s", where the text
+# after the special token is matched separately
 CONTRACTION = (
     rf"(?:(?<={LETTER})'(?={LETTER})(?:{LETTER}'(?={LETTER}))?|(?<={DIGIT})'(?=s)|\A'(?=(?i:s|t|d|m|re|ve|ll)\b))"
 )
@@ -98,13 +97,13 @@ MOSES_TOKENS = (
     rf"(?:{'|'.join(NUMBER_ABBREVIATIONS.split())})\.(?=\s+[0-9])",
     # letters with full stops between them keep the last one: "U.S."
     rf"{CONTRACTION}?(?=[{DIGIT}.-]*{LETTER})(?>(?:{PIECE})?(?:\.{PIECE})+)\.{WORD_ENDS}",
-    # a word keeps it if the next begins in lower case, since the sentence goes on: "approx. ten"
+    # a word keeps it before a lower-case word, where the sentence continues: "approx. ten"
     rf"{CONTRACTION}?(?>{PIECE}(?:\.{PIECE})*|(?:\.{PIECE})+)(?:\.(?=\s+\p{{Lowercase}}))?",
     r"\S",
 )
 
-# moses: joining tokens, with a space before and after each, in this order
-# an apostrophe that is a token, and what has none
+# moses: replacements that join tokens, each surrounded by spaces, in this order
+# an apostrophe that is a token, and text without one
 QUOTE = rf"(?<= )'(?=[ {CLOSING}])"
 NO_QUOTE = rf"(?>(?:[^']|(?!{QUOTE})')*)"
 MOSES_JOINS = (
@@ -113,8 +112,8 @@ MOSES_JOINS = (
     (r" @\.@ ", "."),
     (rf"(?<!\A) (?='{LETTER})", ""),
     (rf" (?=[{CLOSING}]+ )", ""),
-    # Quotation marks come in pairs: no space behind the first of two, none before the second. The search goes on where
-    # the last match ended (`\G`), between pairs. An apostrophe behind an "s" begins no quotation: "classes'".
+    # Quotation marks come in pairs: no space after the first, none before the second. The search continues where the
+    # last match ended (`\G`), between pairs. An apostrophe after an "s" opens no quotation: "classes'".
     (rf"(?:\A|\G(?!\A){NO_QUOTE}')(?:{NO_QUOTE}(?<=s )')*{NO_QUOTE}(?<!s )\K' ?", "'"),
     (rf" (?='[ {CLOSING}])", ""),
     (r"""(?:\A|\G(?!\A)[^"]*")[^"]*\K" ?""", '"'),
@@ -124,22 +123,22 @@ MOSES_JOINS = (
     (r"\A +| +\z", ""),
 )
 
-# white space as Python's `str.split` has it
+# white space of Python's `str.split`
 SPACES = r"[\s\x1C-\x1F]+"
 
-# bytes: the printable character that the library writes for each byte
+# bytes: the printable character by which the library represents each byte
 PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTE_CHARACTERS = {byte: chr(byte) for byte in PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(OTHERS)}
 
-# characters and bytes: line breaks that the vocabulary does not have are left out, as in enwik8
+# characters and bytes: line breaks are removed if the vocabulary does not have them, as in enwik8 …
 NO_NEWLINE = normalizers.Replace("\n", "")
-# … and are kept where a vocabulary is still to be counted
+# … and kept while a vocabulary is counted
 UNCOUNTED = {" ", "\n", BYTE_CHARACTERS[ord("\n")]}
 
 
 class Parts(NamedTuple):
-    """What a mode puts around the vocabulary; all lists may be empty."""
+    """Components of a mode besides the vocabulary; all lists may be empty."""
 
     normalizers: list[Any]
     pre_tokenizers: list[Any]
@@ -151,7 +150,7 @@ def _replacements(table: Iterable[tuple[str, str]], kind: Any) -> list[Any]:
 
 
 def _moses(tokens: set[str], special: Sequence[str]) -> Parts:
-    # a special token in another case is not special, but not split either
+    # a special token in another case is an ordinary token, but not split either
     whole = [rf"(?i:{'|'.join(re.escape(token) for token in special)})"] if special else []
     return Parts(
         _replacements(MOSES_TEXT, normalizers),
@@ -200,7 +199,7 @@ def _parts(mode: str, tokens: set[str], special: Sequence[str], lower_case: bool
 
 
 def _token(symbol: str, mode: str) -> str:
-    """How a symbol of a vocabulary is called in `tokenizer.json`: bytes, decimal numbers, by their characters."""
+    """Name of a symbol in `tokenizer.json`: bytes, given as decimal numbers, are named by their characters."""
     return BYTE_CHARACTERS[int(symbol)] if mode == "bytes" and _is_byte(symbol) else symbol
 
 
@@ -208,18 +207,56 @@ def _is_byte(symbol: str) -> bool:
     return symbol.isascii() and symbol.isdecimal() and int(symbol) < 256 and str(int(symbol)) == symbol
 
 
-class FormerNames(TokenizersBackend):
-    """Former arguments and attributes raise errors that name the new way.
+def _ids_of(symbols: Sequence[str], mode: str) -> dict[str, int]:
+    """Tokens of a vocabulary with their ids."""
+    ids: dict[str, int] = {_token(symbol, mode): index for index, symbol in enumerate(symbols)}
+    if len(ids) < len(symbols):
+        repeated = [symbol for symbol, count in Counter(symbols).items() if count > 1]
+        raise ValueError(f"`symbols` must be distinct, but these are repeated: {repeated[:10]}.")
+    return ids
 
-    A class of its own, because the library loads a tokenizer whose class has an `__init__` in another way.
+
+def _special_tokens(ids: Mapping[str, int], mode: str, arguments: dict[str, Any]) -> dict[str, str | None]:
+    """The special tokens that have a name; they are taken out of the arguments."""
+    unk_token, eos_token = arguments.pop("unk_token", AUTO), arguments.pop("eos_token", AUTO)
+    if unk_token == AUTO:
+        unk_token = next((token for token in UNKNOWN_TOKENS if token in ids), None)
+        if unk_token is None and not (mode == "bytes" and ids.keys() >= set(BYTE_CHARACTERS.values())):
+            raise ValueError(
+                f"`symbols` must have an unknown token, {' or '.join(UNKNOWN_TOKENS)}, but has neither. Name "
+                "another one as `unk_token`, or pass `unk_token=None`: text with an unknown symbol then raises."
+            )
+    if eos_token == AUTO:
+        eos_token = next((token for token in END_TOKENS if token in ids), None)
+    others = {name: arguments.pop(name, None) for name in ("bos_token", "pad_token")}
+    return {"unk_token": unk_token, "eos_token": eos_token, **others}
+
+
+def _check_mode(ids: Mapping[str, int], mode: str, special: Sequence[str]) -> None:
+    """Refuse a vocabulary of words for a mode that splits text into characters or bytes."""
+    if mode not in ("bytes", "characters"):
+        return
+    ordinary = [token for token in ids if token not in special]
+    unreachable = [token for token in ordinary if len(token) > 1]
+    if 2 * len(unreachable) > len(ordinary):
+        raise ValueError(
+            f"`mode` must be 'moses' or 'pretokenized' for a vocabulary of words, such as {unreachable[0]!r}, but is "
+            f"{mode!r}."
+        )
+
+
+class FormerNames(TokenizersBackend):
+    """Base class whose errors for former arguments and attributes name their replacement.
+
+    It is separate because the library loads tokenizers whose own class defines `__init__` differently.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         if kwargs.get("tokenizer_object") is None and kwargs.get("tokenizer_file") is None:
-            # a file that was saved by an older release may bring these with it
+            # not checked when loading: files of older releases may contain these arguments
             refuse_arguments(kwargs, TOKENIZER_ARGUMENTS)
             raise TypeError(
-                f"`{type(self).__name__}` is not called itself. For a vocabulary of your own: {OWN_VOCABULARY}; for "
+                f"`{type(self).__name__}` is not constructed directly. For your own vocabulary: {OWN_VOCABULARY}; for "
                 f"an old file: {OLD_VOCABULARY}. See docs/migration.md."
             )
         super().__init__(*args, **kwargs)
@@ -236,18 +273,18 @@ class FormerNames(TokenizersBackend):
 
 
 class TransfoXLTokenizer(FormerNames):
-    """A vocabulary of whole symbols, and one of four ways to cut a text into them.
+    """A vocabulary of whole symbols and one of four modes that split a text into them.
 
     | mode | a token is |
     |---|---|
     | `moses` | a word or a punctuation mark of raw English text, as in transformers 4 |
-    | `pretokenized` | what stands between white space: WikiText's files, number files of enwik8, other corpora |
+    | `pretokenized` | a string between white space: WikiText's files, number files of enwik8, other corpora |
     | `characters` | a character; a space is `_` if the vocabulary has only that (text8) |
-    | `bytes` | a byte of the text in UTF-8, called by its decimal number in a vocabulary (enwik8) |
+    | `bytes` | a byte of the text in UTF-8, given by its decimal number in the vocabulary (enwik8) |
 
-    Made by [`~TransfoXLTokenizer.from_vocabulary`] or loaded with `from_pretrained`; the mode is saved. It is a plain
-    `TokenizersBackend`: neither this class nor this package is needed to load its files. Loading warns if the
-    `config.json` beside them has another `vocab_size`.
+    Built by [`~TransfoXLTokenizer.from_vocabulary`] or loaded with `from_pretrained`; the mode is saved. It is a plain
+    `TokenizersBackend`: its files load without this class and this package. Loading warns if the `config.json` in the
+    same folder has another `vocab_size`.
     """
 
     model_input_names = ["input_ids", "attention_mask"]
@@ -259,10 +296,6 @@ class TransfoXLTokenizer(FormerNames):
         mode: str = "moses",
         *,
         lower_case: bool = False,
-        unk_token: str | None = AUTO,
-        eos_token: str | None = AUTO,
-        bos_token: str | None = None,
-        pad_token: str | None = None,
         extra_special_tokens: Sequence[str] = (),
         line_start: str | None = None,
         line_end: str | None = AUTO,
@@ -274,47 +307,32 @@ class TransfoXLTokenizer(FormerNames):
             symbols (`Sequence[str]`): The vocabulary; the id of a symbol is its index. For `bytes`: decimal numbers.
             mode (`str`, defaults to `"moses"`): `"moses"`, `"pretokenized"`, `"characters"` or `"bytes"`.
             lower_case (`bool`, defaults to `False`): Whether text is lower-cased first; special tokens are not.
-            unk_token (`str`, *optional*):
-                The token of unknown symbols; by default `<unk>` or `<UNK>`, one of which must then be there. With
-                None a text with an unknown symbol raises.
-            eos_token (`str`, *optional*): By default `<eos>` or `<S>` if the vocabulary has it.
-            bos_token, pad_token (`str`, *optional*): Must be in the vocabulary, as all special tokens.
             extra_special_tokens (`Sequence[str]`, *optional*): Further tokens that are never split.
             line_start, line_end (`str`, *optional*):
                 What [`encode_lines`] writes before and after every line. By default the end token after a line of
                 words, nothing for characters and bytes.
-            kwargs: Passed to `TokenizersBackend`: `padding_side`, `model_max_length`, ….
+            kwargs: Special tokens, which must be in the vocabulary, and arguments of `TokenizersBackend`:
+
+                - `unk_token` (`str`, *optional*): The token of unknown symbols; by default `<unk>` or `<UNK>`, one of
+                  which must then be there. With None a text with an unknown symbol raises.
+                - `eos_token` (`str`, *optional*): By default `<eos>` or `<S>` if the vocabulary has it.
+                - `bos_token`, `pad_token` (`str`, *optional*): By default none.
+                - `padding_side`, `model_max_length`, …: Passed to `TokenizersBackend`.
+
+        Raises:
+            ValueError: if `symbols` repeat each other, lack a special token or do not fit `mode`.
         """
-        ids: dict[str, int] = {_token(symbol, mode): index for index, symbol in enumerate(symbols)}
-        if len(ids) < len(symbols):
-            repeated = [symbol for symbol, count in Counter(symbols).items() if count > 1]
-            raise ValueError(f"`symbols` must differ from each other, but these are repeated: {repeated[:10]}.")
-        if unk_token == AUTO:
-            unk_token = next((token for token in UNKNOWN_TOKENS if token in ids), None)
-            if unk_token is None and not (mode == "bytes" and ids.keys() >= set(BYTE_CHARACTERS.values())):
-                raise ValueError(
-                    f"`symbols` must have an unknown token, {' or '.join(UNKNOWN_TOKENS)}, but has neither. Name "
-                    "another one as `unk_token`, or pass `unk_token=None`: text with an unknown symbol then raises."
-                )
-        if eos_token == AUTO:
-            eos_token = next((token for token in END_TOKENS if token in ids), None)
+        ids = _ids_of(symbols, mode)
+        named = _special_tokens(ids, mode, kwargs)
         if line_end == AUTO:
-            line_end = eos_token if mode in ("moses", "pretokenized") else None
-        named = {"unk_token": unk_token, "eos_token": eos_token, "bos_token": bos_token, "pad_token": pad_token}
+            line_end = named["eos_token"] if mode in ("moses", "pretokenized") else None
         special = list(dict.fromkeys([*(token for token in named.values() if token), *extra_special_tokens]))
         if missing := [token for token in [*special, line_start, line_end] if token is not None and token not in ids]:
             raise ValueError(f"Special tokens must be among `symbols`, but these are not: {missing}.")
-        if mode in ("bytes", "characters"):
-            ordinary = [token for token in ids if token not in special]
-            unreachable = [token for token in ordinary if len(token) > 1]
-            if 2 * len(unreachable) > len(ordinary):
-                raise ValueError(
-                    f"`mode` must be 'moses' or 'pretokenized' for a vocabulary of words, such as "
-                    f"{unreachable[0]!r}, but is {mode!r}."
-                )
+        _check_mode(ids, mode, special)
 
         parts = _parts(mode, set(ids), special, lower_case)
-        backend = Tokenizer(models.WordLevel(ids, unk_token=unk_token or ""))
+        backend = Tokenizer(models.WordLevel(ids, unk_token=named["unk_token"] or ""))
         backend.normalizer = normalizers.Sequence(parts.normalizers)
         backend.pre_tokenizer = pre_tokenizers.Sequence(parts.pre_tokenizers)
         if parts.decoders:  # without any, tokens are joined by spaces
@@ -323,7 +341,7 @@ class TransfoXLTokenizer(FormerNames):
             tokenizer_object=backend,
             **named,
             extra_special_tokens=[token for token in special if token not in named.values()],
-            # what follows is saved with the tokenizer, for classes other than this one too
+            # saved with the tokenizer, whatever class loads it
             mode=mode,
             lower_case=lower_case,
             line_start=line_start,
@@ -334,13 +352,15 @@ class TransfoXLTokenizer(FormerNames):
         )
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, *inputs: Any, **kwargs: Any) -> Self:
-        """Load a tokenizer as the library does, and warn if the model beside it has another vocabulary size."""
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], *inputs: Any, **kwargs: Any
+    ) -> Self:
+        """Load a tokenizer as the library does; warns if the model in its folder has another vocabulary size."""
         source = pretrained_model_name_or_path
         if _file_of(source, "tokenizer.json", kwargs) is None:
             raise ValueError(
-                f"{source}: has no `tokenizer.json`. What transformers 2 to 4 wrote, `vocab.pkl` and `vocab.bin`, are "
-                "pickles, which are never loaded; `hf-txl convert` reads them without running anything."
+                f"{source}: has no `tokenizer.json`. The `vocab.pkl` and `vocab.bin` of transformers 2 to 4 are "
+                "pickles, which are never loaded; `hf-txl convert` reads them without executing code."
             )
         tokenizer = super().from_pretrained(source, *inputs, **kwargs)
         if (config_file := _file_of(source, "config.json", kwargs)) is not None:
@@ -349,13 +369,14 @@ class TransfoXLTokenizer(FormerNames):
             if vocab_size not in (None, len(tokenizer)):
                 warnings.warn(
                     f"{source}: the tokenizer has {len(tokenizer)} tokens, but the model beside it has `vocab_size` "
-                    f"{vocab_size}. If the tokenizer was built anew, its ids do not fit the weights.",
+                    f"{vocab_size}. If the tokenizer was rebuilt, its ids do not match the weights.",
                     stacklevel=2,
                 )
         return tokenizer
 
     @property
     def mode(self) -> str:
+        """How texts are split: `"moses"`, `"pretokenized"`, `"characters"` or `"bytes"`."""
         return self.init_kwargs["mode"]
 
     @property
@@ -365,18 +386,18 @@ class TransfoXLTokenizer(FormerNames):
         return [numbers.get(token, token) for token in self.convert_ids_to_tokens(list(range(len(self))))]
 
     def in_mode(self, mode: str) -> Self:
-        """The same vocabulary, special tokens and lines, with another way to cut a text."""
+        """The same vocabulary, special tokens and line tokens in another mode."""
         settings = {name: self.init_kwargs[name] for name in ("lower_case", "line_start", "line_end")}
         named = {name: getattr(self, name) for name in ("unk_token", "eos_token", "bos_token", "pad_token")}
         return type(self).from_vocabulary(
             self.symbols, mode, **named, extra_special_tokens=self.extra_special_tokens, **settings
         )
 
-    def _save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+    def _save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> tuple[str, ...]:
         try:
             return super()._save_pretrained(save_directory, *args, **kwargs)
         except Exception as error:
-            # what the library raises for a full disk has no class of its own
+            # for a full disk the library raises a plain `Exception`
             if type(error) is not Exception:
                 raise
             raise OSError(f"The tokenizer cannot be written to {save_directory}: {error}") from error
@@ -402,8 +423,8 @@ class TransfoXLTokenizer(FormerNames):
         return next((token for token in tokens if token not in known), None)
 
 
-def _file_of(source: str | os.PathLike, name: str, kwargs: Mapping[str, Any]) -> str | None:
-    """The path of a file of a model's folder or repository; None if it has none, or cannot be reached."""
+def _file_of(source: str | os.PathLike[str], name: str, kwargs: Mapping[str, Any]) -> str | None:
+    """Path of a file in a model's folder or repository; None if it is missing or cannot be reached."""
     options = {key: kwargs[key] for key in ("cache_dir", "revision", "token", "local_files_only") if key in kwargs}
     try:
         return cached_file(source, name, subfolder=kwargs.get("subfolder") or "", **options)
@@ -418,20 +439,20 @@ def encode_lines(
     line_start: str | None = AUTO,
     line_end: str | None = AUTO,
 ) -> Iterator[list[int]]:
-    """Ids of one line after the other, each with the tokens that begin and end a line, blank lines too.
+    """Ids of each line, blank ones included, with the tokens that start and end a line.
 
-    This is what `encode_file` of the original code does: `<eos>` after every line of WikiText-103, `<S>` before and
-    after every sentence of the One Billion Word corpus, nothing in enwik8 and text8.
+    As `encode_file` of the original code: `<eos>` after every line of WikiText-103, `<S>` before and after every
+    sentence of the One Billion Word corpus, none in enwik8 and text8.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): Any tokenizer; one of this package knows its own line tokens.
+        tokenizer (`PreTrainedTokenizerBase`): Any tokenizer; those of this package have default line tokens.
         lines (`Iterable[str]`): With line breaks or without. For characters and bytes a line break is a symbol.
-        line_start, line_end (`str`, *optional*): Other line tokens; None for no token.
+        line_start, line_end (`str`, *optional*): Line tokens instead of the defaults; None for no token.
     """
     if isinstance(lines, str):
         raise TypeError("`lines` must be several texts, such as `text.splitlines()`, but is a single one.")
     start, end = _line_tokens(tokenizer, line_start, line_end)
-    # where a token depends on its neighbours, a line cannot be cut
+    # lines can be split unless tokens depend on their context
     cut = tokenizer.init_kwargs.get("mode") in ("pretokenized", "characters", "bytes")
     line_ids = [*start]
     for batch in _batches(chain.from_iterable(_pieces(line) if cut else [(line, True)] for line in lines)):
@@ -447,7 +468,7 @@ def encode_lines(
 def _line_tokens(
     tokenizer: PreTrainedTokenizerBase, line_start: str | None, line_end: str | None
 ) -> tuple[list[int], list[int]]:
-    """The ids before and after every line."""
+    """Ids of the tokens before and after every line."""
     ids: list[list[int]] = []
     for name, token in (("line_start", line_start), ("line_end", line_end)):
         token = tokenizer.init_kwargs.get(name) if token == AUTO else token
@@ -459,7 +480,7 @@ def _line_tokens(
 
 
 def _pieces(line: str) -> Iterator[tuple[str, bool]]:
-    """The parts of a very long line (text8 is one), cut before a space, and whether each is the last."""
+    """Parts of a very long line (text8 is one line), split before spaces, and whether each is the last."""
     start = 0
     while len(line) - start > BATCH_CHARACTERS and (stop := line.rfind(" ", start + 1, start + BATCH_CHARACTERS)) > 0:
         yield line[start:stop], False
@@ -482,19 +503,17 @@ def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, boo
 
 def encode_file(
     tokenizer: PreTrainedTokenizerBase,
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     line_start: str | None = AUTO,
     line_end: str | None = AUTO,
 ) -> np.ndarray:
-    """The ids of a whole text file in UTF-8 as one stream, line by line as [`encode_lines`] gives them.
+    """Ids of a text file in UTF-8 as one stream, encoded line by line as by [`encode_lines`].
 
-    A byte order mark at its beginning is no part of the text.
-
-    A tokenizer of mode `bytes` without line tokens reads any file, byte by byte.
+    A byte order mark is skipped. A tokenizer of mode `bytes` without line tokens reads any file, byte by byte.
 
     Returns:
-        `np.ndarray` of shape `(num_tokens,)`, int64: what [`TokenStreams`] takes.
+        `np.ndarray` of shape `(num_tokens,)`, int64, as input of [`TokenStreams`].
     """
     around = _line_tokens(tokenizer, line_start, line_end)
     settings = tokenizer.init_kwargs
@@ -506,8 +525,8 @@ def encode_file(
 
 
 @contextmanager
-def _utf8(path: str | os.PathLike) -> Iterator[None]:
-    """Name the file that is not what it must be."""
+def _utf8(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise a `ValueError` that names the file for text that is not UTF-8."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -528,7 +547,7 @@ def _encode_bytes(tokenizer: PreTrainedTokenizerBase, content: np.ndarray) -> np
 
 
 def build_vocabulary(
-    texts: Iterable[str | os.PathLike],
+    texts: Iterable[str | os.PathLike[str]],
     mode: str = "moses",
     *,
     min_freq: int = 0,
@@ -536,22 +555,22 @@ def build_vocabulary(
     special: Sequence[str] = ("<eos>", "<unk>"),
     lower_case: bool = False,
 ) -> list[str]:
-    """Count the symbols of texts: the special ones first, then by falling frequency, then by first appearance.
+    """Symbols of texts: special ones, then the others by falling frequency, ties by first appearance.
 
-    That is the order which the adaptive softmax needs, and that of the original code: with `special=["<eos>"]` the
-    training file of WikiText-103 gives its vocabulary. The same texts always give the same list.
+    The adaptive softmax requires this order, which is that of the original code: with `special=["<eos>"]` the training
+    file of WikiText-103 gives the published vocabulary. The result is deterministic.
 
     Args:
-        texts (`Iterable[str | os.PathLike]`):
+        texts (`Iterable[str | os.PathLike[str]]`):
             A `str` is a text, a path is a file in UTF-8, read line by line; for `bytes` any file, byte by byte.
-        mode (`str`, defaults to `"moses"`): How texts are cut, as in [`TransfoXLTokenizer`].
-        min_freq (`int`, defaults to 0): Symbols that occur less often are left out.
-        max_size (`int`, *optional*): How many symbols at most besides the special ones.
+        mode (`str`, defaults to `"moses"`): Mode of [`TransfoXLTokenizer`] that splits the texts.
+        min_freq (`int`, defaults to 0): Symbols that occur less often are omitted.
+        max_size (`int`, *optional*): Maximum number of symbols besides the special ones.
         special (`Sequence[str]`, defaults to `("<eos>", "<unk>")`): First symbols; they are never split.
         lower_case (`bool`, defaults to `False`): Whether texts are lower-cased first.
 
     Returns:
-        `list[str]`: What [`~TransfoXLTokenizer.from_vocabulary`] takes.
+        `list[str]`: Input of [`~TransfoXLTokenizer.from_vocabulary`].
     """
     if isinstance(texts, str | os.PathLike):
         raise TypeError("`texts` must be several texts or paths, such as `[path]`, but is a single one.")
@@ -571,8 +590,8 @@ def build_vocabulary(
     return [*special, *(names.get(token, token) for token in frequent[:max_size])]
 
 
-def _read(texts: Iterable[str | os.PathLike], as_bytes: bool) -> Iterator[str | bytes]:
-    """The texts, files by their lines and with a progress bar; `as_bytes`: files as [`encode_file`] reads bytes."""
+def _read(texts: Iterable[str | os.PathLike[str]], as_bytes: bool) -> Iterator[str | bytes]:
+    """Texts, and files line by line (with `as_bytes` in blocks of bytes) with a progress bar."""
     for text in texts:
         if isinstance(text, str):
             yield text
@@ -580,10 +599,10 @@ def _read(texts: Iterable[str | os.PathLike], as_bytes: bool) -> Iterator[str | 
         with (
             open(text, "rb") as content,
             io.TextIOWrapper(content, encoding="utf-8-sig") as lines,
-            # a bar on terminals only
+            # the bar is shown on terminals only
             logging.tqdm(total=os.path.getsize(text), unit="B", unit_scale=True, desc=str(text), disable=None) as bar,
         ):
-            # counted here: where bars are switched off, the library's has no count
+            # counted here, since a disabled bar of the library has no count
             shown = 0
             pieces = iter(lambda: content.read(BATCH_CHARACTERS), b"") if as_bytes else lines
             with _utf8(text):

@@ -1,9 +1,9 @@
-"""Training with memory in the library's `Trainer`: data in streams, a memory that goes on from step to step.
+"""Training with memory in the library's `Trainer`: data in streams, and a memory carried from step to step.
 
-A memory is right only if each row of a batch continues the one before it, on every process, in every step, after a
-resumption too. [`TransfoXLTrainer`] lays the text out accordingly, carries one memory per process, evaluates as the
-paper does and saves with each checkpoint where every stream was. What is measured on the way (losses, clipping,
-schedules, several processes, precision, uploads) is the library's.
+A memory is correct only if each row of a batch continues the same row of the batch before, on every process, in every
+step, and after resuming. [`TransfoXLTrainer`] lays out the text accordingly, keeps one memory per process, evaluates
+as the paper does and saves the offset of every stream with each checkpoint. Optimisation, logging, precision,
+distributed training and uploads are those of the library.
 """
 
 import copy
@@ -23,38 +23,37 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SchedulerType
 
-from .cache_transfo_xl import TransfoXLMemory
-from .corpus import COLUMN, as_tokens, check_token_ids, read_tokens
 from .data import DocumentStreams, TokenStreams, check_sizes
+from .memory_transfo_xl import TransfoXLMemory
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .scoring import StreamScore, evaluate_stream, score_sequences
+from .token_ids import COLUMN, as_tokens, check_token_ids, read_tokens
 
 LAYOUTS = ("stream", "documents", "sentences")
 TRAINER_STATE = "trainer_state.json"
-# tokens at either end of a text by which a resumed run knows it again
-TOLD_APART = 2**16
+# tokens at either end of a text whose checksum a resumed run compares
+CHECKSUM_TOKENS = 2**16
 
 
 @dataclass
 class TransfoXLTrainingArguments(TrainingArguments):
     """Arguments of [`TransfoXLTrainer`]: those of the library, with the paper's recipe as defaults, and the streams.
 
-    The recipe is that of the original's `run_wt103_base.sh`: Adam with learning rate 2.5e-4, falling along a cosine,
-    gradients clipped at 0.25, no weight decay (where it is set, biases, normalisations and the two attention biases
-    have none). Its other schedule is `lr_scheduler_type="inverse_sqrt"`; large models warm up (`warmup_steps`).
+    The recipe is that of the original's `run_wt103_base.sh`: Adam with learning rate 2.5e-4, cosine decay, gradients
+    clipped at 0.25, no weight decay (where it is set, biases, normalisations and the two attention biases are
+    excluded). Its other schedule is `lr_scheduler_type="inverse_sqrt"`; large models warm up (`warmup_steps`).
 
-    `per_device_train_batch_size` is the number of streams of a process: what is carried over on each of them does not
-    depend on `gradient_accumulation_steps`, whose parts follow each other in time.
+    `per_device_train_batch_size` is the number of streams per process. The steps of `gradient_accumulation_steps`
+    read consecutive segments of the same streams, so accumulation does not change the number of streams.
 
     Args:
         segment_length (`int`, defaults to 150): Tokens of a stream in one forward call, L.
         mem_len, clamp_len, same_length (*optional*): As for [`TransfoXLMemory`]; default: the model's configuration.
         layout (`str`, defaults to `"stream"`):
             How the rows of a data set become streams: `"stream"`: as one long text, which is cut into as many pieces
-            as there are streams ([`TokenStreams`]; one that is read from an `IterableDataset` cannot be cut, and each
-            stream takes its next row instead); `"documents"`: each row is a stream of its own, nothing is remembered
-            from another ([`DocumentStreams`]); `"sentences"`: rows in random order, behind each other, as in the One
-            Billion Word corpus.
+            as there are streams ([`TokenStreams`]; an `IterableDataset` cannot be cut, so each stream takes its next
+            row instead); `"documents"`: each row is a stream of its own with a fresh memory ([`DocumentStreams`]);
+            `"sentences"`: rows in random order, concatenated, as in the One Billion Word corpus.
         varlen (`bool`, defaults to `False`): Segments of random length ([`TokenStreams`]).
         eval_segment_length, eval_mem_len, eval_clamp_len, eval_same_length (*optional*):
             The same for evaluation; the paper evaluates with a longer memory and `same_length=True`. Default: as in
@@ -62,14 +61,14 @@ class TransfoXLTrainingArguments(TrainingArguments):
     """
 
     learning_rate: float = field(default=2.5e-4, metadata={"help": "Highest learning rate."})
-    lr_scheduler_type: SchedulerType | str = field(default="cosine", metadata={"help": "Schedule of the rate."})
+    lr_scheduler_type: SchedulerType | str = field(default="cosine", metadata={"help": "Learning rate schedule."})
     max_grad_norm: float = field(default=0.25, metadata={"help": "Largest norm of the gradient."})
-    # every parameter takes part in every step, whatever words a batch holds
-    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "Whether DDP looks for them."})
-    # it would drop the targets
+    # every parameter gets a gradient in every step, whatever tokens a batch holds
+    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "Whether DDP finds them."})
+    # it would drop `shift_labels`
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must be False."})
-    # a loss that is no number is to be seen
-    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Log 0 for losses that are no numbers."})
+    # do not hide NaN losses
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Leave NaN losses out of logs."})
     segment_length: int = field(default=150, metadata={"help": "Tokens of a stream in one forward call."})
     mem_len: int | None = field(default=None, metadata={"help": "Positions of memory in training."})
     clamp_len: int | None = field(default=None, metadata={"help": "Largest distance in training; below 1: none."})
@@ -86,10 +85,10 @@ class TransfoXLTrainingArguments(TrainingArguments):
             raise ValueError(f"`layout` must be one of {list(LAYOUTS)}, but is {self.layout!r}.")
         if self.varlen and self.layout != "stream":
             raise ValueError(
-                f"`varlen` must be False with `layout={self.layout!r}`, whose segments end with the rows."
+                f"`varlen` must be False with `layout={self.layout!r}`, whose rows have lengths of their own."
             )
         if self.remove_unused_columns:
-            raise ValueError("`remove_unused_columns` must be False, or the targets of the segments are dropped.")
+            raise ValueError("`remove_unused_columns` must be False, or `shift_labels` would be dropped.")
         check_sizes(
             segment_length=self.segment_length,
             per_device_train_batch_size=self.per_device_train_batch_size,
@@ -108,16 +107,16 @@ class TransfoXLTrainingArguments(TrainingArguments):
                 f"{self.label_smoothing_factor}."
             )
         super().__post_init__()
-        # pinned memory serves copies to an accelerator
+        # pinned memory speeds up copies to an accelerator only
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False
 
     def memory_settings(self) -> dict[str, Any]:
-        """Lengths of the memory in training, `None` where they are the model's."""
+        """Arguments of the training memory; `None` means the model's."""
         return {name: getattr(self, name) for name in ("mem_len", "clamp_len", "same_length")}
 
     def eval_settings(self) -> dict[str, Any]:
-        """Lengths of segment and memory in evaluation, `None` where they are the model's."""
+        """Segment length and memory arguments of the evaluation; `None` means the model's."""
         settings = {"segment_length": self.segment_length, **self.memory_settings()}
         for name in settings:
             if (value := getattr(self, f"eval_{name}")) is not None:
@@ -125,8 +124,8 @@ class TransfoXLTrainingArguments(TrainingArguments):
         return settings
 
 
-class _InOrder(Dataset):
-    """[`TokenStreams`] by index, so that a resumed run jumps to its place; [`TransfoXLTrainer`] reads it in order."""
+class _InOrder(Dataset[Any]):
+    """[`TokenStreams`] by index, so that a resumed run skips to its offset; [`TransfoXLTrainer`] reads it in order."""
 
     def __init__(self, streams: TokenStreams):
         self.streams = streams
@@ -145,9 +144,9 @@ class TransfoXLTrainer(Trainer):
     """The library's `Trainer` for a [`TransfoXLForCausalLM`] that reads streams with memory.
 
     The memory of each process is `trainer.memory`. It is reset where a stream begins, saved with every checkpoint
-    (`memory-<process>-of-<processes>.safetensors`) and restored from it; evaluation has its own and leaves that of the
-    training alone. A run that was resumed on the same number of processes ends with the weights of one that was not
-    interrupted, bit for bit on the CPU.
+    (`memory-<process>-of-<processes>.safetensors`) and restored from it; evaluation uses a memory of its own. On the
+    CPU, a run that was interrupted and resumed on the same number of processes ends with bitwise the same weights as
+    an uninterrupted one.
 
     Logs get `perplexity` and `bits_per_token` beside `loss`; evaluation gives `eval_loss` (mean over all predictions),
     `eval_perplexity`, `eval_bits_per_token` and `eval_predictions`.
@@ -160,7 +159,7 @@ class TransfoXLTrainer(Trainer):
             processes together. `eval_dataset` may be a dictionary of texts.
 
     Raises:
-        ValueError: before the first step, for what cannot work with a memory; the message names the argument.
+        ValueError: before the first step, if an argument does not work with a memory; the message names it.
     """
 
     args: TransfoXLTrainingArguments
@@ -170,9 +169,7 @@ class TransfoXLTrainer(Trainer):
         if not isinstance(args, TransfoXLTrainingArguments):
             raise ValueError(f"`args` must be a `TransfoXLTrainingArguments`, but is a {type(args).__name__}.")
         if settings.get("compute_metrics") is not None:
-            raise ValueError(
-                "`compute_metrics` must be None: an evaluation of a stream computes losses and keeps no logits."
-            )
+            raise ValueError("`compute_metrics` must be None: evaluation computes losses and keeps no logits.")
         if model is not None or settings.get("model_init") is None:
             base = model.get_base_model() if hasattr(model, "get_base_model") else model
             if not isinstance(getattr(base, "_orig_mod", base), TransfoXLForCausalLM):
@@ -180,41 +177,23 @@ class TransfoXLTrainer(Trainer):
         self._use_cache = None if model is None else model.config.use_cache
         # rows are of equal length; the library's choice for a tokenizer would pad them
         super().__init__(model=model, args=args, **{"data_collator": default_data_collator, **settings})
-        # the library writes its argument over it, with which a model saved or made of this configuration would
-        # generate by reading the whole text for each token; a memory needs no such switch
+        # the library overwrites it by its own argument; a model saved with `use_cache=False` would read the whole
+        # text again for each generated token, and the training memory does not depend on it
         self.model.config.use_cache = self._use_cache
         self.streams: TokenStreams | DocumentStreams | None = None
         self.memory: TransfoXLMemory | None = None
-        if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1 and args.world_size == 1:
-            raise ValueError(
-                f"{started} processes were started, but each sees only itself and would train on its own. Without an "
-                "accelerator set `use_cpu=True`."
-            )
-        if (self.is_fsdp_enabled or self.is_deepspeed_enabled) and (
-            args.layout == "documents" and args.eval_strategy != "no"
-        ):
-            raise ValueError(
-                "`eval_strategy` must be 'no' with `layout='documents'` where processes share the weights out (FSDP, "
-                "DeepSpeed), since unequal numbers of calls would let them wait for each other without end, but is "
-                f"{IntervalStrategy(args.eval_strategy).value!r}."
-            )
-        if args.n_gpu > 1:
-            raise ValueError(
-                f"One process must use one device, as each has its own memory, but this one sees {args.n_gpu} GPUs "
-                "(`DataParallel`). Start one process per GPU with `torchrun` or `accelerate launch`, or set "
-                "`CUDA_VISIBLE_DEVICES`."
-            )
+        _check_processes(args, is_sharded=self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """Make a model by `model_init`; see the library's."""
+        """Make a model by `model_init`; see `Trainer.call_model_init`."""
         model: Any = super().call_model_init(trial)
         self._use_cache = model.config.use_cache
         return model
 
     # --- streams
 
-    def get_train_dataloader(self) -> DataLoader:
-        """Segments of all streams of this process, in order; the memory starts afresh."""
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Segments of all streams of this process, in order, with a fresh memory."""
         self.streams = streams = self._train_streams()
         self.memory = self.model.init_memory(self._train_batch_size, **self.args.memory_settings())
         dataset = _InOrder(streams) if isinstance(streams, TokenStreams) else streams
@@ -231,7 +210,7 @@ class TransfoXLTrainer(Trainer):
             )
         if args.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
             raise ValueError(
-                "`train_sampling_strategy` must leave the order of segments alone ('sequential'), but is "
+                "`train_sampling_strategy` must keep the order of segments ('sequential'), but is "
                 f"{args.train_sampling_strategy!r}."
             )
         if self.train_dataset is None:
@@ -239,7 +218,7 @@ class TransfoXLTrainer(Trainer):
         num_rows = self._train_batch_size * args.world_size
         dataset: Any = self.train_dataset
         if not isinstance(dataset, TokenStreams | DocumentStreams):
-            return self._lay_out(dataset, num_rows)
+            return _lay_out(dataset, args, num_rows)
         if dataset.batch_size != num_rows:
             raise ValueError(
                 f"`train_dataset` must have as many streams as all processes read ({self._train_batch_size} "
@@ -253,35 +232,10 @@ class TransfoXLTrainer(Trainer):
             dataset.repeat = True
         return dataset
 
-    def _lay_out(self, dataset: Any, num_rows: int) -> TokenStreams | DocumentStreams:
-        args = self.args
-        # a data set without a length cannot be cut into rows
-        if args.layout == "stream" and not _is_endless(dataset):
-            return TokenStreams(
-                dataset,
-                num_rows,
-                args.segment_length,
-                drop_last=args.dataloader_drop_last,
-                varlen=args.varlen,
-                seed=args.seed,
-                mark_starts=True,
-            )
-        if args.varlen:
-            raise ValueError("`varlen` must be False for an `IterableDataset`, whose rows are of unknown length.")
-        return DocumentStreams(
-            dataset,
-            num_rows,
-            args.segment_length,
-            separate=args.layout == "documents",
-            shuffle=args.layout == "sentences" and not _is_endless(dataset),
-            seed=args.seed,
-            repeat=True,
-        )
-
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **settings: Any
     ) -> torch.Tensor:
-        """One forward and backward pass of a segment, which the memory goes through."""
+        """One forward and backward pass of a segment; the memory advances by it."""
         assert self.memory is not None
         starts = inputs["reset_memory"]
         if starts.all():
@@ -296,10 +250,20 @@ class TransfoXLTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Score texts with the evaluation's own lengths and memory; every process reads its share of the streams.
+        """Score texts with the evaluation's own lengths and memory; every process reads its part of the streams.
 
-        A text is cut into `per_device_eval_batch_size` streams per process; one stream on one process is exact for one
-        text. With `layout="documents"` each row of the data set is a stream of its own.
+        A text is cut into `per_device_eval_batch_size` streams per process. Each stream starts with a fresh memory, so
+        the loss of the uncut text needs one stream and one process. With `layout="documents"` each row of the data set
+        is a stream of its own.
+
+        Args:
+            eval_dataset: A text, or a dictionary of texts; by default the trainer's `eval_dataset`.
+            ignore_keys: Not used, since no logits are gathered.
+            metric_key_prefix (`str`, defaults to `"eval"`): What the names of the metrics begin with.
+
+        Returns:
+            `dict[str, float]`: `eval_loss`, `eval_perplexity`, `eval_bits_per_token`, `eval_predictions`,
+            `eval_runtime` and `eval_tokens_per_second`.
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         self._check_evaluation(dataset)
@@ -328,7 +292,7 @@ class TransfoXLTrainer(Trainer):
         return metrics
 
     def _check_evaluation(self, dataset: Any) -> None:
-        """Refuse what cannot be evaluated; a training does so before its first step."""
+        """Refuse what cannot be evaluated; `train` calls it before the first step."""
         args = self.args
         if dataset is None or (isinstance(dataset, dict) and not dataset):
             raise ValueError(f"`eval_dataset` must be a text to evaluate, but is {dataset!r}.")
@@ -338,8 +302,8 @@ class TransfoXLTrainer(Trainer):
             return
         if isinstance(dataset, TokenStreams | DocumentStreams) or _is_endless(dataset):
             raise ValueError(
-                "`eval_dataset` must be token ids or a data set of known length, which is laid out for each "
-                f"evaluation, but is a {type(dataset).__name__}."
+                "`eval_dataset` must be token ids or a data set of known length, which each evaluation "
+                f"lays out, but is a {type(dataset).__name__}."
             )
         _check_text("eval_dataset", dataset, args.layout, self.model.config.vocab_size)
         if args.layout == "documents":
@@ -355,13 +319,13 @@ class TransfoXLTrainer(Trainer):
             )
 
     def predict(self, *args: Any, **settings: Any) -> Any:
-        """There are no predictions of a stream to gather.
+        """Not supported: the logits of a stream are not kept.
 
         Raises:
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            "`predict` would keep (tokens x vocabulary) scores; use `evaluate`, or `hf_txl.scoring` for single tokens."
+            "`predict` would keep (tokens x vocabulary) logits; use `evaluate`, or `hf_txl.scoring` for single tokens."
         )
 
     def _score_stream(self, model: Any, dataset: Any) -> tuple[float, int]:
@@ -386,24 +350,24 @@ class TransfoXLTrainer(Trainer):
         return -scores.sum().item(), sum(max(0, len(text) - 1) for text in texts)
 
     def log(self, logs: dict[str, float], *args: Any, **settings: Any) -> None:
-        """Log, with what follows from a training loss."""
+        """Log, with the perplexity and bits per token of a training loss."""
         if "loss" in logs:
             logs = {**logs, **_derived(logs["loss"])}
         super().log(logs, *args, **settings)
 
-    # --- resumption
+    # --- resuming
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
-        """Train; see the library's `train`. `resume_from_checkpoint=True` takes the last whole checkpoint."""
+        """Train; see `Trainer.train`. `resume_from_checkpoint=True` resumes from the last complete checkpoint."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
-                raise ValueError(f"`resume_from_checkpoint`: {self.args.output_dir} holds no whole checkpoint.")
+                raise ValueError(f"`resume_from_checkpoint`: {self.args.output_dir} holds no complete checkpoint.")
         if resume_from_checkpoint:
             if self.args.ignore_data_skip:
-                raise ValueError("`ignore_data_skip` must be False: a memory goes on where the text was left.")
+                raise ValueError("`ignore_data_skip` must be False: the restored memory belongs to the saved offset.")
             self._check_resumable(Path(resume_from_checkpoint))
         if self.train_dataset is not None:
             _check_text("train_dataset", self.train_dataset, self.args.layout, self.model.config.vocab_size)
@@ -412,7 +376,7 @@ class TransfoXLTrainer(Trainer):
         return super().train(resume_from_checkpoint or None, trial, ignore_keys_for_eval)
 
     def _run_epoch(self, *args: Any, **settings: Any) -> None:
-        # the library makes one step more than asked for when a finished run is resumed
+        # the library makes one step too many when a finished run is resumed
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
@@ -422,7 +386,7 @@ class TransfoXLTrainer(Trainer):
         return folder / f"memory-{self.args.process_index}-of-{self.args.world_size}.safetensors"
 
     def _position(self, streams: TokenStreams | DocumentStreams) -> dict[str, Any]:
-        """What a resumed run must have in common with this one, or its streams are others."""
+        """What a resumed run must have in common with this one, so that its streams are the same."""
         args = self.args
         return {
             "per_device_train_batch_size": self._train_batch_size,
@@ -434,34 +398,19 @@ class TransfoXLTrainer(Trainer):
         }
 
     def _check_resumable(self, folder: Path) -> None:
+        """Refuse a checkpoint from which this run would not continue as it was interrupted."""
         path = self._memory_file(folder)
-        if not folder.is_dir():
-            raise ValueError(f"`resume_from_checkpoint` must be a checkpoint, but {folder} is no folder.")
-        if not path.is_file():
-            others = sorted(other.name for other in folder.glob("memory-*.safetensors"))
-            reason = "a run goes on with as many processes as it had" if others else "no run can go on from it"
-            raise ValueError(
-                f"`resume_from_checkpoint` must hold {path.name}, the memory of this process, but {folder} holds "
-                f"{others or 'no memory'}: {reason}."
-            )
-        # those that share the weights out have files of their own
+        _check_memory_file(path)
+        # sharded states have files of their own
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             random = "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{self.args.process_index}.pth"
             missing = [name for name in (OPTIMIZER_NAME, SCHEDULER_NAME, random) if not (folder / name).is_file()]
             if missing:
                 raise ValueError(
-                    f"`resume_from_checkpoint` must hold {missing}, without which a run would go on as another one, "
-                    f"but {folder} does not. To train its weights anew, load them by `from_pretrained`."
+                    f"`resume_from_checkpoint` must hold {missing}, but {folder} does not; without them the run would "
+                    "continue differently. To start a new training from its weights, load them by `from_pretrained`."
                 )
-        try:
-            with safe_open(path, framework="pt") as file:
-                saved = json.loads((file.metadata() or {})["position"])
-            memory = read_memory(path)
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise ValueError(
-                f"`resume_from_checkpoint` must hold the memory of a training, but {path} is damaged or holds "
-                f"something else: {type(error).__name__}: {error}."
-            ) from error
+        saved, memory = _read_position(path)
         here = self._position(self._train_streams())
         differences = {name: (saved.get(name), value) for name, value in here.items() if saved.get(name) != value}
         if differences:
@@ -473,19 +422,92 @@ class TransfoXLTrainer(Trainer):
         self.model.init_memory(self._train_batch_size, **self.args.memory_settings()).load_state_dict(memory)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        # called by every process, before the first one writes the state that makes a checkpoint whole
+        # called by every process, before the first one writes the state that completes a checkpoint
         super()._save_rng_state(output_dir)
         assert self.memory is not None and self.streams is not None
         write_memory(self._memory_file(Path(output_dir)), self.memory, position=self._position(self.streams))
         self.accelerator.wait_for_everyone()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        # called where the data has been brought to its place; at a border of epochs the first segment resets again
+        # called after the data has been skipped; at the start of an epoch the first segment resets the memory again
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
             assert self.memory is not None
             self.memory.load_state_dict(read_memory(self._memory_file(Path(checkpoint))))
             self.memory.to(self.args.device)
+
+
+def _check_processes(args: TransfoXLTrainingArguments, is_sharded: bool) -> None:
+    """Refuse processes and devices among which a memory for each process cannot work."""
+    if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1 and args.world_size == 1:
+        raise ValueError(
+            f"{started} processes were started, but each sees only itself and would train alone. Without an "
+            "accelerator set `use_cpu=True`."
+        )
+    if is_sharded and args.layout == "documents" and args.eval_strategy != "no":
+        raise ValueError(
+            "`eval_strategy` must be 'no' with `layout='documents'` where weights are sharded (FSDP, DeepSpeed), but "
+            f"is {IntervalStrategy(args.eval_strategy).value!r}: processes with unequal numbers of calls deadlock."
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"A process must use one device, but this one sees {args.n_gpu} GPUs (`DataParallel`), which cannot share "
+            "its memory. Start one process per GPU with `torchrun` or `accelerate launch`, or set "
+            "`CUDA_VISIBLE_DEVICES`."
+        )
+
+
+def _lay_out(dataset: Any, args: TransfoXLTrainingArguments, num_rows: int) -> TokenStreams | DocumentStreams:
+    """A training text as streams, as `args.layout` says."""
+    # a data set without a length cannot be cut into rows
+    if args.layout == "stream" and not _is_endless(dataset):
+        return TokenStreams(
+            dataset,
+            num_rows,
+            args.segment_length,
+            drop_last=args.dataloader_drop_last,
+            varlen=args.varlen,
+            seed=args.seed,
+            mark_starts=True,
+        )
+    if args.varlen:
+        raise ValueError("`varlen` must be False for an `IterableDataset`, whose rows are of unknown length.")
+    return DocumentStreams(
+        dataset,
+        num_rows,
+        args.segment_length,
+        separate=args.layout == "documents",
+        shuffle=args.layout == "sentences" and not _is_endless(dataset),
+        seed=args.seed,
+        repeat=True,
+    )
+
+
+def _check_memory_file(path: Path) -> None:
+    """Refuse a folder without the memory of this process."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise ValueError(f"`resume_from_checkpoint` must be a checkpoint, but {folder} is no folder.")
+    if not path.is_file():
+        others = sorted(other.name for other in folder.glob("memory-*.safetensors"))
+        reason = "a run resumes on as many processes as it had" if others else "no run can resume from it"
+        raise ValueError(
+            f"`resume_from_checkpoint` must hold {path.name}, the memory of this process, but {folder} holds "
+            f"{others or 'no memory'}: {reason}."
+        )
+
+
+def _read_position(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The position in the text and the memory's state in a memory file of a checkpoint."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            position = json.loads((file.metadata() or {})["position"])
+        return position, read_memory(path)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"`resume_from_checkpoint` must hold the memory of a training, but {path} is damaged or holds "
+            f"something else: {type(error).__name__}: {error}."
+        ) from error
 
 
 def _in_sequence(items: Any) -> SequentialSampler:
@@ -502,13 +524,16 @@ def _texts(dataset: Any) -> list[Any]:
 
 
 def _text_facts(streams: TokenStreams | DocumentStreams) -> dict[str, int]:
-    """What tells a text from another one without reading all of it: its length, and a checksum of both its ends.
+    """What distinguishes a text from another one without reading all of it: its length and a checksum of its ends.
 
-    Nothing of a streamed data set, which has no length.
+    Empty for a streamed data set, which has no length.
     """
     if isinstance(streams, TokenStreams):
         length = len(streams.tokens)
-        ends = [read_tokens(streams.tokens, 0, TOLD_APART), read_tokens(streams.tokens, max(0, length - TOLD_APART))]
+        ends = [
+            read_tokens(streams.tokens, 0, CHECKSUM_TOKENS),
+            read_tokens(streams.tokens, max(0, length - CHECKSUM_TOKENS)),
+        ]
     elif _is_endless(streams.documents):
         return {}
     else:
@@ -522,7 +547,7 @@ def _text_facts(streams: TokenStreams | DocumentStreams) -> dict[str, int]:
 
 
 def _check_text(name: str, dataset: Any, layout: str, vocab_size: int) -> None:
-    """Refuse what holds no ids of the model; the rows of a streamed data set are checked where they are read."""
+    """Refuse ids that the model does not have; the rows of a streamed data set are checked when they are read."""
     if isinstance(dataset, TokenStreams):
         check_token_ids(name, dataset.tokens, vocab_size)
         return
@@ -546,7 +571,7 @@ def _derived(loss: float) -> dict[str, float]:
 
 
 def write_memory(path: Path, memory: TransfoXLMemory, **metadata: Any) -> None:
-    """Write a memory to a safetensors file, in one step; `metadata` is what JSON can hold."""
+    """Write a memory to a safetensors file, atomically; values of `metadata` are stored as JSON."""
     state = memory.state_dict()
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     others = {name: value for name, value in state.items() if name not in tensors}
@@ -556,17 +581,17 @@ def write_memory(path: Path, memory: TransfoXLMemory, **metadata: Any) -> None:
 
 
 def read_memory(path: Path) -> dict[str, Any]:
-    """What [`write_memory`] wrote, for `TransfoXLMemory.load_state_dict`; tensors on the CPU."""
+    """State written by [`write_memory`], for `TransfoXLMemory.load_state_dict`; tensors on the CPU."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     return {**load_file(path), **{name: json.loads(metadata[name]) for name in ("settings", "progress")}}
 
 
-def last_checkpoint(folder: str | os.PathLike | None) -> str | None:
-    """The newest whole checkpoint of an output folder, `None` if there is none.
+def last_checkpoint(folder: str | os.PathLike[str] | None) -> str | None:
+    """The newest complete checkpoint of an output folder, `None` if there is none.
 
-    A run that is killed while it saves leaves a checkpoint that lacks its last file, the state of the trainer, or has
-    part of it; such a one is passed over.
+    A run that is killed while it saves leaves a checkpoint in which the last file, the state of the trainer, is
+    missing or truncated; such checkpoints are skipped.
     """
     steps = {}
     for path in Path(folder or ".").glob(f"{PREFIX_CHECKPOINT_DIR}-*"):

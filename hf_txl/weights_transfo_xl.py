@@ -1,8 +1,8 @@
-"""When a weight may be read without calling the module that owns it.
+"""Decides whether a weight may be read without calling its module.
 
-A module's call may do more than the formula of its class: run hooks, fetch weights that are offloaded, add an adapter,
-dequantise, or evaluate a parametrization. Faster formulations of a layer read weights directly, and each of them asks
-`is_plain` first; everything else calls the module.
+A module's call may do more than the formula of its class: run hooks, load offloaded weights, add an adapter,
+dequantise, or evaluate a parametrization. Faster formulations of a layer read weights directly, but only if `is_plain`
+is true; otherwise the module is called.
 """
 
 from typing import Any
@@ -10,23 +10,23 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-# instance attributes that hold hooks; a module has empty ones
+# instance attributes that hold hooks, empty by default
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module], *parameters: str) -> bool:
-    """Whether calling a module is certain to compute the formula of its class on the tensors that it holds.
+    """Whether calling a module certainly computes the formula of its class on its own tensors.
 
     Args:
         module (`nn.Module`): The module.
         kind (`type`): The class whose formula is meant, such as `nn.Linear`.
-        parameters (`str`): Those that the caller's formula reads, such as `"weight"` for a layer without a bias.
+        parameters (`str`): Parameters in the caller's formula, such as `"weight"` for a layer without bias.
 
     Returns:
-        `bool`: `True` if the module is exactly of that class (adapters, parametrizations and most quantisers replace
-        it), has no hooks, keeps the class's `forward` (offloading replaces it on the instance), has these parameters
-        and no others (a layer that a user put there may have a bias or lack one), and they are plain `nn.Parameter`s
-        (other quantisers and sharding keep tensors of their own class in them) that are not on the meta device.
+        `bool`: `True` if the module is exactly of this class (adapters, parametrizations and most quantisers replace
+        it), has no hooks, uses the class's `forward` (offloading replaces it on the instance), and has exactly these
+        parameters (a user's layer may have a bias or lack one), which are plain `nn.Parameter`s (other quantisers and
+        sharding use subclasses) and not on the meta device.
     """
     if type(module) is not kind:
         return False
@@ -38,7 +38,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module], *parameters: str) -> bool
 
 
 def is_at_hand(weight: Any) -> bool:
-    """Whether a weight is a plain parameter with its values: not packed, sharded, computed or offloaded."""
+    """Whether a weight is a plain parameter in memory: not quantised, sharded, parametrized or offloaded."""
     return type(weight) is nn.Parameter and not weight.is_meta
 
 

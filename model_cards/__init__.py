@@ -1,1 +1,1 @@
-"""Cards of published checkpoints, and the template that `hf-txl convert` fills in."""
+"""The template of the model card that `hf-txl convert` writes."""

@@ -1,4 +1,5 @@
-"""What all tests share: the package is registered, seeds are fixed, GPU tests say why they are skipped."""
+"""What all tests share: the package is registered, seeds are fixed, GPU tests say why they are skipped,
+and which tests wait for the full set."""
 
 import os
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ import torch
 from transformers import set_seed
 
 import hf_txl  # noqa: F401  registers the Auto classes
+from tests.sizes import mark_rest_of_products
 
 
 def pytest_report_header() -> str:
@@ -17,7 +19,9 @@ def pytest_report_header() -> str:
     return " ".join(["kernels:", torch.backends.cpu.get_cpu_capability(), *limits])
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` takes its choice
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_rest_of_products(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a GPU, and torch finds none")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from hf_txl import TransfoXLConfig, TransfoXLForCausalLM
-from hf_txl.modeling_transfo_xl import CACHE_NAME
+from hf_txl.outputs_transfo_xl import CACHE_NAME
 from tests.model.tiny_models import T0, t0_model
 
 # with the initial weights of T0 attention is nearly uniform; with these a wrong context moves logits by 0.1 and more

@@ -313,8 +313,8 @@ def test_a_missing_table_is_named_with_what_it_tells() -> None:
     del tensors["word_emb.emb_layers.0.weight"], tensors["r_w_bias"], tensors["r_r_bias"]
     with pytest.raises(ValueError) as raised:
         Settings(checkpoint_of("pytorch", tensors), ASKED)
-    assert "`word_emb.emb_layers.0.weight` (tells `vocab_size` and `d_embed`)" in str(raised.value)
-    assert "`r_w_bias` (tells `n_head` and `d_head`)" in str(raised.value)
+    assert "`word_emb.emb_layers.0.weight` (determines `vocab_size` and `d_embed`)" in str(raised.value)
+    assert "`r_w_bias` (determines `n_head` and `d_head`)" in str(raised.value)
 
 
 def test_arguments_of_the_original_without_effect_may_be_given() -> None:

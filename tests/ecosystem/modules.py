@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 from transformers.utils import ModelOutput
@@ -13,6 +14,7 @@ from transformers.utils import ModelOutput
 from hf_txl import TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLModel
 from tests.helpers import assert_close, cut
 from tests.model.tiny_models import random_ids, tiny_model
+from tests.sizes import full
 
 # float32, sums of a few dozen numbers; what is compared are two orders of the same operations
 EQUAL = {"atol": 2e-5, "rtol": 2e-5}
@@ -42,6 +44,16 @@ MODELS = [
     (TransfoXLForSequenceClassification, "one table"),
 ]
 MODEL_IDS = [f"{model_class.__name__}-{name}" for model_class, name in MODELS]
+# for tests that take a second or more a model: by default one table and one per cluster, shared biases, an absolute
+# kind, the classifier
+DEFAULT_IDS = [
+    *(f"TransfoXLForCausalLM-{name}" for name in ("clusters", "shared biases", "absolute_learned")),
+    "TransfoXLForSequenceClassification-one table",
+]
+SOME_MODELS = [
+    pytest.param(*model, id=label) if label in DEFAULT_IDS else full(*model, id=label)
+    for model, label in zip(MODELS, MODEL_IDS, strict=True)
+]
 
 
 class Mode(NamedTuple):

@@ -23,6 +23,7 @@ from tests.ecosystem.modules import (
     MODEL_IDS,
     MODELS,
     MODES,
+    SOME_MODELS,
     TRAINING,
     Changed,
     assert_all_close,
@@ -36,6 +37,7 @@ from tests.ecosystem.modules import (
 from tests.helpers import assert_close
 
 walk = pytest.mark.parametrize("model_class, name", MODELS, ids=MODEL_IDS)
+walk_some = pytest.mark.parametrize("model_class, name", SOME_MODELS)
 
 
 class Row(NamedTuple):
@@ -95,7 +97,7 @@ def test_every_module_has_a_row(model_class: Any, name: str) -> None:
         assert (row.acts_on is None) == bool(row.reason)
 
 
-@walk
+@walk_some
 def test_hooks_on_every_module_act(model_class: Any, name: str) -> None:
     """A forward pre-hook and a forward hook act in every mode, and do what another module in that place does."""
     model = small_model(model_class, name)
@@ -193,7 +195,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@walk
+@walk_some
 def test_lora_on_every_matrix_acts(model_class: Any, name: str) -> None:
     """An adapter does in every mode what its product does within the weight, and gets the gradient of that."""
     peft = pytest.importorskip("peft")
@@ -248,7 +250,7 @@ class Scaled(nn.Module):
         return 1.25 * weight + 0.05 * ramp(weight)
 
 
-@walk
+@walk_some
 def test_parametrizations_of_every_parameter_act(model_class: Any, name: str) -> None:
     """Biases, tables and projections too: what counts is what the module's attribute gives."""
     base = untied(small_model(model_class, name))

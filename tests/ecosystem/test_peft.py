@@ -201,3 +201,17 @@ def test_prompts_begin_with_rows_of_one_table_alone() -> None:
     assert_close("prompt", distances, torch.zeros(3), 1e-6)
     with pytest.raises(AttributeError, match="no single `weight`.*prompt_tuning_init='RANDOM'"):
         adapted(peft.PromptTuningConfig(**config))
+
+
+@pytest.mark.parametrize("batch_size", [2, 8, 9, 18])
+def test_adapters_of_positions_cannot_differ_by_row(batch_size: int) -> None:
+    """peft would apply the adapter of row `i` to distance `i`: without a word where there are as many of both."""
+    config = peft.LoraConfig(target_modules=["qkv_net", "r_net"], init_lora_weights=False, **TASK)
+    model = adapted(config)
+    model.add_adapter("other", config)
+    ids = random_ids(batch_size, 9)
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="`adapter_names` should be the same as the number of inputs"),
+    ):
+        model(ids, adapter_names=(["default", "other"] * batch_size)[:batch_size], use_cache=False)

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from hf_txl import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLMemory
-from hf_txl.conversion.slow_model import SlowTransfoXL, leaves_of
+from hf_txl.reference.transformer_xl import SlowTransfoXL, leaves_of
 from tests.helpers import assert_close
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_txl import TransfoXLForSequenceClassification, TransfoXLMemory, TransfoXLModel
-from hf_txl.conversion.slow_model import SlowMemory
+from hf_txl.reference.transformer_xl import SlowMemory
 from hf_txl.scoring import classify_documents, embed_documents
 from tests.helpers import assert_close
 from tests.model.tiny_models import (

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 
-from hf_txl import TransfoXLForCausalLM, TransfoXLMemory, attention_transfo_xl
-from hf_txl.attention_transfo_xl import BACKENDS, SegmentAttention
+from hf_txl import TransfoXLForCausalLM, TransfoXLMemory, attention_execution_transfo_xl
+from hf_txl.attention_execution_transfo_xl import AT_ONCE, BACKENDS, IN_QUERY_BLOCKS, choose_way
 from tests.helpers import assert_close
 from tests.model.tiny_models import (
     STARTS,
@@ -39,7 +39,7 @@ PADS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]])
 
 def use_backend(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """This backend everywhere: on the CPU, SDPA is otherwise left where its bias needs a gradient."""
-    monkeypatch.setattr(SegmentAttention, "_backend", lambda *_: BACKENDS[name])
+    monkeypatch.setattr(attention_execution_transfo_xl, "choose_backend", lambda *_: BACKENDS[name])
 
 
 def state_of(model: Any, name: str) -> Any:
@@ -259,9 +259,14 @@ def test_blocks_of_queries_give_what_all_at_once_give(
     mask[0, :3] = 0
     outputs = {}
     for block in (3, 1000):
-        monkeypatch.setattr(attention_transfo_xl, "QUERY_BLOCK", block)
+        monkeypatch.setattr(attention_execution_transfo_xl, "QUERY_BLOCK", block)
         if block == 1000:
-            monkeypatch.setattr(attention_transfo_xl.SegmentAttention, "_works_in_blocks", lambda *args: False)
+
+            def without_blocks(inputs: Any) -> Any:
+                way = choose_way(inputs)
+                return AT_ONCE if way is IN_QUERY_BLOCKS else way
+
+            monkeypatch.setattr(attention_execution_transfo_xl, "choose_way", without_blocks)
         outputs[block] = [model(ids[:1], use_cache=False).logits]
         for storage in ["hidden_states"] if kind.startswith("absolute") else STORAGES:
             memory = TransfoXLMemory(model.config, stores=storage)

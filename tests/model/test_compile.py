@@ -1,7 +1,7 @@
-"""`torch.compile(fullgraph=True)` and `torch.export`, with and without a memory (C115, a public issue's id here).
+"""`torch.compile(fullgraph=True)` and `torch.export`, with and without a memory (C115).
 
 Whether a call is one graph, and what autograd makes of it, does not depend on the backend: most tests use one that
-generates no code, since generating it takes up to a minute each time. One default test compiles for real.
+generates no code, since generating it takes up to a minute each time. One test of the full set compiles for real.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from hf_txl import TransfoXLForSequenceClassification, TransfoXLMemory
 from tests.helpers import assert_close
 from tests.model.tiny_models import STARTS, STORAGES, random_ids, slow_log_probabilities, tiny_model
+from tests.sizes import first, full
 
 EAGER = 1e-5
 # gradients are sums over all positions
@@ -48,6 +49,7 @@ def assert_same_output(name: str, actual: Any, expected: Any, real: torch.Tensor
 # ---- torch.compile ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("start", STARTS)
 @torch.no_grad()
 def test_a_compiled_forward_without_memory_equals_eager(start: str) -> None:
@@ -63,7 +65,7 @@ def test_a_compiled_forward_without_memory_equals_eager(start: str) -> None:
     assert_same_output("with labels", run(ids, labels=labels), model(ids, labels=labels))
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", first(STORAGES))
 @torch.no_grad()
 def test_a_compiled_forward_with_memory_equals_eager_over_segments(storage: str) -> None:
     model = tiny_model(memory_init="zeros")
@@ -82,6 +84,7 @@ def test_a_compiled_forward_with_memory_equals_eager_over_segments(storage: str)
             assert_close(f"memory {name}", memories[0].state_dict()[name], tensor, EAGER)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("state", ["none", *STORAGES])
 @torch.no_grad()
 def test_a_compiled_forward_with_a_padding_mask_equals_eager(state: str) -> None:
@@ -114,7 +117,7 @@ def filled_memories(model: Any, ids: torch.Tensor, number: int) -> list[TransfoX
     return memories
 
 
-@pytest.mark.parametrize("changes", [{}, {"memory_init": "zeros", "pre_lnorm": True, "untie_r": False}])
+@pytest.mark.parametrize("changes", [{}, full({"memory_init": "zeros", "pre_lnorm": True, "untie_r": False})])
 def test_a_compiled_training_step_has_the_gradients_of_eager(changes: dict[str, Any]) -> None:
     model = tiny_model(**changes).train()
     ids = random_ids(2, 8)
@@ -131,6 +134,7 @@ def test_a_compiled_training_step_has_the_gradients_of_eager(changes: dict[str, 
         assert_close("memory", actual, kept, EAGER)
 
 
+@pytest.mark.full
 def test_generated_code_has_the_loss_and_gradients_of_eager() -> None:
     """The only default test that generates code: a training step, which holds a forward and a backward pass."""
     model = tiny_model(cutoffs=[20]).train()
@@ -159,6 +163,7 @@ def test_generated_code_for_inference_equals_eager(state: str) -> None:
         assert_same_output(f"segment {segment}", *outputs)
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_a_compiled_classifier_equals_eager() -> None:
     model = tiny_model(TransfoXLForSequenceClassification, num_labels=3)
@@ -171,8 +176,8 @@ def test_a_compiled_classifier_equals_eager() -> None:
     assert_close("loss", actual.loss, expected.loss, EAGER)
 
 
-@pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("state", [*STORAGES, "library"])
+@pytest.mark.parametrize("start", first(STARTS))
+@pytest.mark.parametrize("state", ["library", *map(full, STORAGES)])
 @torch.no_grad()
 def test_decoding_compiles_a_few_times_while_the_memory_grows_and_never_again(state: str, start: str) -> None:
     """Single tokens: nothing stored, one position, any number of them; no other program for a full memory."""
@@ -207,6 +212,7 @@ def test_decoding_compiles_a_few_times_while_the_memory_grows_and_never_again(st
 # ---- torch.export ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("start", STARTS)
 @torch.no_grad()
 def test_an_exported_program_of_ids_equals_eager(start: str) -> None:
@@ -216,6 +222,7 @@ def test_an_exported_program_of_ids_equals_eager(start: str) -> None:
     assert_same_output("program", program(ids), model(ids))
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_an_exported_program_with_a_mask_equals_eager() -> None:
     model = tiny_model()
@@ -227,6 +234,7 @@ def test_an_exported_program_with_a_mask_equals_eager() -> None:
     assert_same_output("program", output, model(ids, attention_mask=mask), real=mask.bool())
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_an_exported_program_takes_batches_and_lengths_that_it_was_not_traced_with() -> None:
     model = tiny_model(memory_init="zeros")
@@ -247,7 +255,7 @@ def memory_after(model: Any, ids: torch.Tensor, storage: str) -> TransfoXLMemory
     return memory
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", first(STORAGES))
 @torch.no_grad()
 def test_an_exported_program_of_ids_and_memory_equals_eager_over_segments(storage: str) -> None:
     model = tiny_model(memory_init="zeros")
@@ -273,6 +281,7 @@ def test_an_exported_program_of_ids_and_memory_equals_eager_over_segments(storag
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("storage", STORAGES)
 @torch.no_grad()
 def test_an_exported_program_takes_segments_of_any_length_with_a_full_memory(storage: str) -> None:
@@ -316,11 +325,12 @@ def caches_as_pytrees() -> Iterator[None]:
         pytree._deregister_pytree_node(kind)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("caches_as_pytrees")
 @torch.no_grad()
 def test_a_cache_of_the_library_holds_the_same_tensors_in_eager_calls_and_in_an_exported_program() -> None:
     """R22: exporters turn every attribute of a cache into inputs and outputs; ours are no part of its state."""
-    model = tiny_model(memory_init="zeros")
+    model = tiny_model(memory_init="zeros", same_length=True)
     ids = random_ids(2, 9)
     eager = model(ids[:, :4], use_cache=True).past_key_values
     # as many as the library's own layers have

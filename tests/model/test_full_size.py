@@ -15,6 +15,8 @@ import pytest
 CONFIG = Path(__file__).parents[1] / "fixtures" / "txl_configs" / "transfo-xl-wt103-config.json"
 GIGABYTE = 1e9
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import json, resource, sys
 import torch
@@ -60,7 +62,7 @@ else:
     memory = TransfoXLMemory(config, stores="keys_values", batch_size=1)
     for layer in memory.layers:
         layer.replace({"keys": torch.randn(heads), "values": torch.randn(heads)})
-    memory.shortest = config.mem_len
+    memory.rows.shortest = config.mem_len
     ids = torch.randint(0, config.vocab_size, (1, 129))
     with torch.no_grad(), BuiltTensors():
         if step == "score":

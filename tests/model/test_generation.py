@@ -17,10 +17,11 @@ import torch
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache, pipeline, set_seed
 from transformers.utils import logging
 
-from hf_txl import TransfoXLForCausalLM, TransfoXLMemory, TransfoXLModel, modeling_transfo_xl
-from hf_txl.conversion.slow_model import SlowMemory
+from hf_txl import TransfoXLForCausalLM, TransfoXLMemory, TransfoXLModel, generation_transfo_xl
+from hf_txl.reference.transformer_xl import SlowMemory
 from tests.helpers import assert_close
 from tests.model.tiny_models import STARTS, STORAGES, WINDOWS, random_ids, slow_twin, tiny_model
+from tests.sizes import full
 
 # float32 against float64 through two layers and a softmax
 PROBABILITIES = 1e-5
@@ -730,7 +731,12 @@ OTHER_WAYS: dict[str, Any] = {
 
 
 # with zeros a static cache is refused, which has a test of its own
-WAYS_AND_STARTS = [(way, start) for way in OTHER_WAYS for start in STARTS if "static" not in way or start == "empty"]
+WAYS_AND_STARTS = [
+    full(way, start) if "compiled" in way else (way, start)
+    for way in OTHER_WAYS
+    for start in STARTS
+    if "static" not in way or start == "empty"
+]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -836,14 +842,14 @@ def test_pads_of_a_prompt_behind_a_memory_are_not_remembered(length: int) -> Non
     with pytest.raises(ValueError, match=r"`attention_mask` must end with a real token in each row.*with \[1, 0\]"):
         model.generate(random_ids(2, length), attention_mask=mask, cache=memory, max_new_tokens=2, **PLAIN)
     if length > 1:
-        with pytest.raises(ValueError, match=r"`attention_mask` must end with .* takes each `pad_token_id`"):
+        with pytest.raises(ValueError, match=r"`attention_mask` must end with .* masks each `pad_token_id`"):
             ids = torch.tensor([[4, 5], [4, 0]])
             model.generate(ids, cache=memory, max_new_tokens=2, **{**PLAIN, "pad_token_id": 0})
     assert memory.stored_length == 4
     mask[:] = 1
     mask[1, : length - 1] = 0
     model.generate(random_ids(2, length), attention_mask=mask, cache=memory, max_new_tokens=2, **PLAIN)
-    shortest = memory.stored_length if memory.lengths is None else int(memory.lengths.min())
+    shortest = memory.stored_length if memory.rows.lengths is None else int(memory.rows.lengths.min())
     assert (memory.stored_length, shortest) == (4 + length + 1, 6)
 
 
@@ -1114,7 +1120,7 @@ def test_stop_strings_need_a_tokenizer_and_are_texts() -> None:
     model = tiny_model()
     with pytest.raises(ValueError, match="`tokenizer` must be given together with `stop_strings`"):
         model.generate(random_ids(1, 3), stop_strings=["a"], max_new_tokens=3)
-    with pytest.raises(ValueError, match="`stop_strings` must be texts"):
+    with pytest.raises(ValueError, match="`stop_strings` must be non-empty texts"):
         model.generate(random_ids(1, 3), stop_strings=["a", ""], tokenizer=character_tokenizer(), max_new_tokens=3)
 
 
@@ -1209,7 +1215,7 @@ def test_a_text_that_a_cache_has_read_to_its_end_is_not_read_again(length: int) 
 def warnings_of(model: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[str]:
     """What `generate` warns of by itself."""
     said: list[str] = []
-    monkeypatch.setattr(modeling_transfo_xl.logger, "warning_once", said.append)
+    monkeypatch.setattr(generation_transfo_xl.logger, "warning_once", said.append)
     model.generate(random_ids(1, 4), max_new_tokens=2, **PLAIN, **settings)
     return said
 
@@ -1222,7 +1228,7 @@ def test_reading_everything_again_because_a_configuration_says_so_is_told(monkey
         (tiny_model(), {"generation_config": GenerationConfig(use_cache=False)}),
     ):
         (said,) = warnings_of(model, monkeypatch, **settings)
-        assert "Pass `use_cache=True`, or set `model.generation_config.use_cache = True`" in said
+        assert "Pass `use_cache=True` or set `model.generation_config.use_cache = True`" in said
     # what was asked for, what the message says, and where nothing is read again
     assert not warnings_of(tiny_model(), monkeypatch, use_cache=False)
     assert not warnings_of(slow, monkeypatch, use_cache=True)

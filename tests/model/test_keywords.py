@@ -15,7 +15,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache, Trainer, Trai
 from transformers.utils.generic import TransformersKwargs
 
 from hf_txl import TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLMemory, TransfoXLModel
-from hf_txl.keywords_transfo_xl import KEYWORDS
+from hf_txl.arguments_transfo_xl import KEYWORDS
 from tests.helpers import assert_close
 from tests.t0 import FLOAT32, LARGE_WEIGHTS, make_model, random_ids
 

@@ -30,8 +30,9 @@ from hf_txl import (
     TransfoXLMemory,
     TransfoXLModel,
 )
-from hf_txl.conversion.slow_kinds import slow_model_of
+from hf_txl.reference.kinds import slow_model_of
 from tests.helpers import assert_close, cut
+from tests.sizes import full
 
 # float32 against float64 through two layers and a softmax
 LOG_PROBABILITIES = 1e-5
@@ -69,6 +70,10 @@ ALL = {**RELATIVE, **ABSOLUTE}
 each_relative_kind = pytest.mark.parametrize("kind", list(RELATIVE))
 each_absolute_kind = pytest.mark.parametrize("kind", list(ABSOLUTE))
 each_kind = pytest.mark.parametrize("kind", list(ALL))
+# for what takes seconds: one relative and one absolute kind by default
+two_kinds = pytest.mark.parametrize(
+    "kind", [kind if kind in ("huang", "absolute_sinusoid") else full(kind) for kind in ALL]
+)
 
 
 def make_model(kind: str, model_class: Any = TransfoXLForCausalLM, **changes: Any) -> Any:
@@ -375,7 +380,7 @@ def test_resizing_keeps_what_the_old_tokens_score(kind: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@each_kind
+@two_kinds
 def test_forward_compiles_without_graph_breaks(kind: str, backend: str) -> None:
     """With memory and gradients; `aot_eager` traces and differentiates, but makes no machine code."""
     model = make_model(kind, n_layer=1).train()
@@ -396,7 +401,7 @@ def test_forward_compiles_without_graph_breaks(kind: str, backend: str) -> None:
         assert_close(f"{kind} gradient of {name}", results[1][1][name], gradient, ROUNDING, 1e-4)
 
 
-@each_kind
+@two_kinds
 def test_forward_exports(kind: str) -> None:
     model = make_model(kind, n_layer=1)
     ids, other_ids = random_ids(2, 6), random_ids(2, 6, seed=7)

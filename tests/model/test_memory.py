@@ -13,8 +13,8 @@ from transformers.utils import logging as library_logging
 
 from hf_txl import TransfoXLForSequenceClassification, TransfoXLMemory, TransfoXLModel
 from hf_txl.attention_transfo_xl import TransfoXLAttention
-from hf_txl.conversion.slow_model import SlowMemory
-from hf_txl.positions_transfo_xl import RelativeKeys
+from hf_txl.positions_transfo_xl import PositionTable
+from hf_txl.reference.transformer_xl import SlowMemory
 from tests.helpers import assert_close, cut, read_in_segments
 from tests.model.tiny_models import slow_log_probabilities, slow_twin
 from tests.t0 import (
@@ -333,7 +333,7 @@ def test_one_warning_where_a_cache_will_be_ignored(caplog: pytest.LogCaptureFixt
     model = make_model(mem_len=0)
     ids = random_ids(2, 5)
     # the loggers of the library do not hand their messages on
-    logger = logging.getLogger("hf_txl.past_transfo_xl")
+    logger = logging.getLogger("hf_txl.modeling_transfo_xl")
     logger.addHandler(caplog.handler)
     try:
         for _ in range(3):
@@ -763,13 +763,13 @@ def test_each_distance_is_projected_once_per_layer_and_stream(
     """And none that is far from being needed."""
     model = make_model(mem_len=20, n_layer=2)
     projected: list[list[int]] = [[], []]
-    make_rows = TransfoXLAttention.make_rows
+    project_relative_keys = TransfoXLAttention.project_relative_keys
 
-    def note_distances(attention: TransfoXLAttention, relative_keys: RelativeKeys) -> torch.Tensor:
-        projected[attention.layer_idx] += relative_keys.distances.tolist()
-        return make_rows(attention, relative_keys)
+    def note_distances(attention: TransfoXLAttention, table: PositionTable) -> torch.Tensor:
+        projected[attention.layer_idx] += table.distances.tolist()
+        return project_relative_keys(attention, table)
 
-    monkeypatch.setattr(TransfoXLAttention, "make_rows", note_distances)
+    monkeypatch.setattr(TransfoXLAttention, "project_relative_keys", note_distances)
     memory = model.init_memory(2)
     for _ in range(2):
         for length in segments:

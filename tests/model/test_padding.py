@@ -1,4 +1,4 @@
-"""Padding masks: a pad takes no distance, is seen by nothing and is not remembered (C56, a public issue's id here).
+"""Padding masks: a pad takes no distance, is seen by nothing and is not remembered (C56).
 
 The slow reference leaves pads out, so what it gives is what each row gives alone and unpadded.
 """
@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_txl import TransfoXLMemory, TransfoXLModel
-from hf_txl.conversion.slow_model import SlowTransfoXL, leaves_of, stacked_memory
+from hf_txl.reference.transformer_xl import SlowTransfoXL, leaves_of, stacked_memory
 from tests.helpers import assert_close
 from tests.model.tiny_models import (
     STARTS,

@@ -12,14 +12,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_txl import TransfoXLMemory, attention_transfo_xl
-from hf_txl.attention_transfo_xl import eager_attention
+from hf_txl import TransfoXLMemory, attention_execution_transfo_xl
+from hf_txl.attention_execution_transfo_xl import eager_attention
+from hf_txl.key_values_transfo_xl import KeyValuePrefix
 from hf_txl.scoring import score_continuations
-from hf_txl.sharing_transfo_xl import SharedStates
 from tests.helpers import assert_close
 from tests.model.test_kinds import RELATIVE
 from tests.model.test_kinds import make_model as make_model_of_kind
 from tests.model.tiny_models import STARTS, WINDOWS, random_ids, slow_log_probabilities, tiny_model
+from tests.sizes import full
 
 # the same float64 sums in another order
 ROUNDING = 1e-9
@@ -33,7 +34,7 @@ TEXT_LENGTH = 23
 
 
 def is_shared(memory: TransfoXLMemory) -> bool:
-    return memory.layers[0].shared is not None
+    return memory.layers[0].prefix is not None
 
 
 @torch.no_grad()
@@ -136,6 +137,7 @@ def test_pads_and_restarts_end_the_sharing_and_change_no_number() -> None:
     assert_equal_streams(model, shared, copies, [1, 4], num_rows=3)
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_a_program_gives_each_row_its_own_copy_once() -> None:
     """One program takes the shared memory apart, and another serves all that follows, reordered or not."""
@@ -185,7 +187,7 @@ def test_nothing_as_large_as_a_copy_for_each_row_is_made() -> None:
         for _ in range(3):
             model(ids, cache=shared)
             shared.reorder_cache(torch.arange(50).flip(0))
-    assert shared.layers[0].shared.keys.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
+    assert shared.layers[0].prefix.keys.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
     a_copy_for_each_row = 50 * keys.nbytes
     assert 0 < built.largest < a_copy_for_each_row / 3
     # the memory that they go on from is where it was
@@ -213,7 +215,7 @@ def test_zero_states_before_a_text_are_not_written_out(state: str, options: dict
 
 
 @pytest.mark.parametrize("options", [{}, {"pre_lnorm": True}, {"untie_r": True}])
-@pytest.mark.parametrize("length", [1, 3, 32, 33, 129])
+@pytest.mark.parametrize("length", [1, 3, 32, 33, full(129)])
 @torch.no_grad()
 def test_queries_behind_zero_states_see_them(length: int, options: dict[str, Any]) -> None:
     """As many queries as read them as one state, and one more; several rows."""
@@ -245,8 +247,8 @@ def test_zero_states_of_every_kind_are_those_that_are_written_out(
         layer.dec_attn.qkv_net.__class__ = BiasedLinear
 
     def read(limit: int) -> list[Any]:
-        monkeypatch.setattr(attention_transfo_xl, "FEW_QUERIES", limit)
-        monkeypatch.setattr(attention_transfo_xl, "FEW_SHARING_QUERIES", limit)
+        monkeypatch.setattr(attention_execution_transfo_xl, "ZERO_PREFIX_QUERIES", limit)
+        monkeypatch.setattr(attention_execution_transfo_xl, "SHARED_PREFIX_QUERIES", limit)
         cache: Any = DynamicCache(config=model.config) if state == "DynamicCache" else model.init_memory(1)
         rows = 1
         outputs = []
@@ -324,13 +326,13 @@ def test_hypotheses_score_as_each_joined_text(batch_size: int) -> None:
 def meetings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Groups, and rows of each, whenever queries meet keys that rows share."""
     seen = []
-    scores = SharedStates.scores
+    scores = KeyValuePrefix.scores
 
-    def note_rows(shared: SharedStates, query: torch.Tensor) -> torch.Tensor:
+    def note_rows(shared: KeyValuePrefix, query: torch.Tensor) -> torch.Tensor:
         seen.append((len(shared.keys), shared.rows_each))
         return scores(shared, query)
 
-    monkeypatch.setattr(SharedStates, "scores", note_rows)
+    monkeypatch.setattr(KeyValuePrefix, "scores", note_rows)
     return seen
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_txl import TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLMemory
-from hf_txl.conversion.slow_model import SlowTransfoXL, leaves_of
+from hf_txl.reference.transformer_xl import SlowTransfoXL, leaves_of
 from tests.helpers import assert_close, cut
 from tests.model.tiny_models import STARTS, WINDOWS, random_ids, t0_model, tiny_config, tiny_model
 
@@ -317,6 +317,7 @@ def test_a_classifier_trains_in_the_plain_trainer(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] / 2
 
 
+@pytest.mark.full
 def test_training_on_a_stream_with_memory_learns_what_lies_before_the_segment() -> None:
     """Each token is that of 3 positions before, read 2 at a time: only a memory knows it."""
     steps, generator = 160, torch.Generator().manual_seed(2)

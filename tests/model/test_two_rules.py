@@ -89,6 +89,7 @@ def test_an_emptied_cache_begins_anew() -> None:
         assert_close("log-probabilities", torch.cat(logits, dim=1), expected, PROBABILITIES)
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_a_compiled_call_returns_a_cache_that_knows_its_rule() -> None:
     model = tiny_model()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_txl import TransfoXLConfig, TransfoXLForCausalLM
-from hf_txl.conversion.slow_model import SlowMemory, SlowTransfoXL
+from hf_txl.reference.transformer_xl import SlowMemory, SlowTransfoXL
 
 # odd on purpose: n_head * d_head differs from d_model, clusters have different sizes, the memory is short
 TINY: dict[str, Any] = {

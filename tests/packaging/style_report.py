@@ -64,10 +64,15 @@ def pages() -> list[Source]:
     return [Source(name, (ROOT / name).read_text(encoding="utf-8")) for name in names]
 
 
+def is_command(node: Function) -> bool:
+    """Whether a function is a command of typer: each parameter declares an option, with its help."""
+    return any(".command" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
 def body_length(node: Function) -> int:
-    """Lines of a function from its `def` to its end, without its docstring."""
+    """Lines of a function from its `def` to its end, without its docstring; of a command without its signature."""
     assert node.end_lineno is not None
-    lines = node.end_lineno - node.lineno + 1
+    lines = node.end_lineno - (node.body[0].lineno - 1 if is_command(node) else node.lineno) + 1
     if ast.get_docstring(node, clean=False) is not None:
         docstring = node.body[0]
         assert docstring.end_lineno is not None
@@ -76,7 +81,13 @@ def body_length(node: Function) -> int:
 
 
 def num_parameters(node: Function) -> int:
-    """Parameters without `self` and `cls`, those behind a star included."""
+    """Parameters without `self` and `cls`, those behind a star included; 0 where something else dictates them.
+
+    That is `forward`, whose parameters are the arguments of a model, a contract with the library, or the tensors of an
+    autograd function, which are found only among its own arguments; and a command, whose parameters are its options.
+    """
+    if node.name == "forward" or is_command(node):
+        return 0
     arguments = node.args
     named = [argument.arg for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
     count = len(named) + (arguments.vararg is not None) + (arguments.kwarg is not None)

@@ -19,6 +19,9 @@ PACKAGES = {"hf_txl": "hf_txl", "conversion": "hf_txl/conversion", "model_cards"
 DATA = ("hf_txl/py.typed", "hf_txl/demo_text/*", "model_cards/TEMPLATE.md")
 BUILD_FILES = ("pyproject.toml", "README.md", "LICENSE")
 
+# built once
+pytestmark = pytest.mark.xdist_group("distributions")
+
 # imports every module, then prints where each of them was found
 IMPORT_ALL = """
 import importlib, json, pkgutil
@@ -84,6 +87,7 @@ def test_the_source_distribution_holds_what_the_wheel_is_built_from(built: Path)
     assert names - made == {*source_files(), *BUILD_FILES}
 
 
+@pytest.mark.full
 def test_the_installed_wheel_works_without_the_checkout(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
     environment = tmp_path / "environment"

@@ -34,6 +34,9 @@ from tests.packaging.hub_server import HubServer
 ROOT = Path(__file__).resolve().parents[2]
 NUM_CELLS = 24
 
+# what one test trains, others look at
+pytestmark = pytest.mark.xdist_group("examples")
+
 
 def run_example(name: str, *arguments: str, **environment: str) -> str:
     """Standard output of an example run with the interpreter and the package of this test."""
@@ -126,6 +129,7 @@ def cell_files(folder: Path) -> dict[str, tuple[int, bytes]]:
 # --- the whole of it
 
 
+@pytest.mark.full
 def test_the_quick_ablation_writes_every_cell_table_and_plot(
     quick_run: tuple[Path, str], ablation: ModuleType
 ) -> None:
@@ -172,6 +176,7 @@ def test_the_quick_ablation_writes_every_cell_table_and_plot(
         assert cell["best_attention_length"] == best["attention_length"]
 
 
+@pytest.mark.full
 def test_a_finished_ablation_trains_nothing_again(quick_run: tuple[Path, str], ablation: ModuleType) -> None:
     folder, _ = quick_run
     before, results = cell_files(folder), read(folder)
@@ -288,6 +293,7 @@ def test_every_setting_is_part_of_a_cell_s_identity(ablation: ModuleType, tmp_pa
         assert ablation.read_cell(path, ablation.identity(other_cell, settings)) is None
 
 
+@pytest.mark.full
 def test_full_setting_gives_all_kinds_the_same_parameters_within_five_percent(ablation: ModuleType) -> None:
     counts = [
         sum(parameter.numel() for parameter in ablation.make_matched_model(cell, ablation.Settings(), 66).parameters())
@@ -440,6 +446,7 @@ def trained_twice(words: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return folder / "out", first
 
 
+@pytest.mark.full
 def test_training_by_a_recipe_writes_a_model_its_results_and_a_plot(
     trained_twice: tuple[Path, dict[str, Any]],
 ) -> None:
@@ -454,6 +461,7 @@ def test_training_by_a_recipe_writes_a_model_its_results_and_a_plot(
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+@pytest.mark.full
 def test_the_results_are_those_of_the_saved_model(words: Path, trained_twice: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = trained_twice
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -470,6 +478,7 @@ def test_the_results_are_those_of_the_saved_model(words: Path, trained_twice: tu
         assert row["predictions"] == score.predictions
 
 
+@pytest.mark.full
 def test_a_resumed_training_goes_on_from_the_steps_of_before(trained_twice: tuple[Path, dict[str, Any]]) -> None:
     folder, first = trained_twice
     results = read(folder)
@@ -479,11 +488,13 @@ def test_a_resumed_training_goes_on_from_the_steps_of_before(trained_twice: tupl
     assert history[:2] == [(entry["step"], entry["loss"]) for entry in first["history"] if "loss" in entry]
 
 
+@pytest.mark.full
 def test_a_streamed_text_is_trained_without_being_written(words: Path, tmp_path: Path) -> None:
     run_processes(tmp_path, "train.py", *train_arguments(words, tmp_path / "out", 3), "--streaming")
     assert any("loss" in entry for entry in read(tmp_path / "out")["history"])
 
 
+@pytest.mark.full
 def test_a_trained_model_is_uploaded(words: Path, tmp_path: Path) -> None:
     """At every checkpoint and at the end: what is on the Hub then is what the run left."""
     arguments = [str(argument) for argument in train_arguments(words, tmp_path / "out", 4)]
@@ -505,12 +516,13 @@ def test_a_trained_model_is_uploaded(words: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.full
 def test_a_used_output_folder_is_refused_unless_the_run_goes_on(
     words: Path, trained_twice: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = trained_twice
     monkeypatch.setattr(sys, "argv", ["train.py", *map(str, train_arguments(words, folder, 8))])
-    with pytest.raises(SystemExit, match=r"--output_dir holds an earlier run \(.*checkpoint-8\); go on with --resume"):
+    with pytest.raises(SystemExit, match=r"--output_dir holds an earlier run \(.*checkpoint-8\); use --resume"):
         load_example("train").main()
 
 
@@ -526,7 +538,7 @@ def test_a_used_output_folder_is_refused_unless_the_run_goes_on(
         (["--validation_file", "."], r"--validation_file must name text files, .* \['.'\]"),
         (["--mem_lens", "-1"], r"--mem_lens must be lengths of 0 or more, but are \[-1\]"),
         (["--batch_size", "0"], r"--batch_size must be a positive multiple .* is 0"),
-        (["--resume"], "--resume goes on from a checkpoint, but .* holds no whole one"),
+        (["--resume"], "--resume needs a checkpoint, but .* holds no complete one"),
         (["--tokenizer", "./words"], "--tokenizer must be a folder .* but './words' could not be loaded"),
     ],
     ids=lambda value: None,
@@ -549,6 +561,7 @@ def test_a_tokenizer_of_a_run_that_never_trained_is_made_anew(words: Path, tmp_p
         assert train.find_tokenizer(data, args).init_kwargs["mode"] == mode
 
 
+@pytest.mark.full
 def test_a_model_that_goes_on_training_keeps_its_tokenizer(
     words: Path, trained_twice: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -628,6 +641,7 @@ def test_the_plain_loop_computes_what_is_written_out_here(text_file: Path, one_p
     assert len(found) >= len(list(model.parameters()))
 
 
+@pytest.mark.full
 def test_the_plain_loop_trains_the_same_on_two_processes(text_file: Path, one_process: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     run_processes(tmp_path, "train_accelerate.py", text_file, "--output", output, *options(dropout=0.0), processes=2)
@@ -653,6 +667,7 @@ sys.addaudithook(hook)
 """
 
 
+@pytest.mark.full
 def test_a_plain_loop_that_is_killed_goes_on_to_the_same_bits(text_file: Path, tmp_path: Path) -> None:
     def arguments(name: str) -> list[object]:
         return [text_file, "--output", tmp_path / name, *options(dropout=0.2, save_every=3)]
@@ -676,6 +691,7 @@ def test_a_text_that_is_no_utf8_is_refused_by_the_plain_loop(tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_a_plain_loop_does_not_go_on_with_other_settings(text_file: Path, one_process: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in one_process.rglob("*")}
     changed = options(dropout=0.0, segment_length=16)
@@ -688,6 +704,7 @@ def test_a_plain_loop_does_not_go_on_with_other_settings(text_file: Path, one_pr
 # --- finetune_lora.py
 
 
+@pytest.mark.full
 def test_an_adapter_is_trained_saved_loaded_and_merged(one_process: Path, text_file: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     model_folder = one_process / "checkpoint-12" / "model"
@@ -719,6 +736,7 @@ def test_an_adapter_is_trained_saved_loaded_and_merged(one_process: Path, text_f
     assert losses["after"] == pytest.approx(evaluate_stream(model, ids, **score).loss, abs=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("length", "occupied", "model_type", "message"),
     [

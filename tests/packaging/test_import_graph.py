@@ -18,58 +18,96 @@ from transformers.dynamic_module_utils import get_imports, get_relative_import_f
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "hf_txl"
 CONVERSION = "conversion"  # a source folder beside the package, installed as hf_txl.conversion
+REFERENCE = "reference"  # a folder inside the package
 
 # the package's modules by layer, each with the modules of ours that it may import
 FLAT = {
     "legacy_names_transfo_xl": set(),
     "configuration_transfo_xl": {"legacy_names_transfo_xl"},
-    "weights_transfo_xl": set(),
-    # it is built from the same configuration as the model, not from a dozen of its numbers
-    "adaptive_transfo_xl": {"configuration_transfo_xl", "recompute_transfo_xl", "weights_transfo_xl"},
     "tokenization_transfo_xl": {"legacy_names_transfo_xl"},
-    # it wraps a layer of the library, nothing of ours
-    "rolling_transfo_xl": set(),
-    "sharing_transfo_xl": set(),
-    "keywords_transfo_xl": set(),
-    "cache_transfo_xl": {"configuration_transfo_xl", "rolling_transfo_xl", "sharing_transfo_xl"},
-    "positions_transfo_xl": set(),
-    "recompute_transfo_xl": {"positions_transfo_xl"},
-    "attention_transfo_xl": {
-        "configuration_transfo_xl",
+    "outputs_transfo_xl": {"legacy_names_transfo_xl"},
+    "arguments_transfo_xl": {"legacy_names_transfo_xl"},
+    "weights_transfo_xl": set(),
+    "autograd_transfo_xl": set(),
+    "key_values_transfo_xl": set(),
+    "layout_transfo_xl": set(),
+    "positions_transfo_xl": {"layout_transfo_xl"},
+    "attention_execution_transfo_xl": {
+        "autograd_transfo_xl",
+        "key_values_transfo_xl",
+        "layout_transfo_xl",
         "positions_transfo_xl",
-        "recompute_transfo_xl",
-        "sharing_transfo_xl",
+    },
+    "attention_transfo_xl": {
+        "attention_execution_transfo_xl",
+        "configuration_transfo_xl",
+        "key_values_transfo_xl",
+        "layout_transfo_xl",
+        "positions_transfo_xl",
         "weights_transfo_xl",
     },
-    "past_transfo_xl": {
+    # it is built from the same configuration as the model, not from a dozen of its numbers
+    "adaptive_softmax_transfo_xl": {"autograd_transfo_xl", "configuration_transfo_xl", "weights_transfo_xl"},
+    "segment_transfo_xl": {
         "configuration_transfo_xl",
-        "cache_transfo_xl",
+        "key_values_transfo_xl",
+        "layout_transfo_xl",
         "positions_transfo_xl",
-        "rolling_transfo_xl",
-        "sharing_transfo_xl",
+    },
+    "memory_rows_transfo_xl": {"key_values_transfo_xl"},
+    "memory_formats_transfo_xl": {"configuration_transfo_xl", "key_values_transfo_xl", "memory_rows_transfo_xl"},
+    "memory_transfo_xl": {"configuration_transfo_xl", "memory_formats_transfo_xl", "memory_rows_transfo_xl"},
+    "memory_segment_transfo_xl": {
+        "configuration_transfo_xl",
+        "key_values_transfo_xl",
+        "layout_transfo_xl",
+        "memory_transfo_xl",
+        "segment_transfo_xl",
+    },
+    "library_caches_transfo_xl": {
+        "configuration_transfo_xl",
+        "key_values_transfo_xl",
+        "layout_transfo_xl",
+        "segment_transfo_xl",
+    },
+    "generation_transfo_xl": {
+        "arguments_transfo_xl",
+        "configuration_transfo_xl",
+        "legacy_names_transfo_xl",
+        "memory_transfo_xl",
+        "outputs_transfo_xl",
     },
     "modeling_transfo_xl": {
-        "configuration_transfo_xl",
-        "cache_transfo_xl",
+        "autograd_transfo_xl",
+        "adaptive_softmax_transfo_xl",
+        "arguments_transfo_xl",
         "attention_transfo_xl",
-        "adaptive_transfo_xl",
+        "configuration_transfo_xl",
+        "generation_transfo_xl",
         "legacy_names_transfo_xl",
-        "keywords_transfo_xl",
-        "past_transfo_xl",
-        "recompute_transfo_xl",
+        "library_caches_transfo_xl",
+        "memory_segment_transfo_xl",
+        "memory_transfo_xl",
+        "outputs_transfo_xl",
+        "segment_transfo_xl",
         "weights_transfo_xl",
     },
 }
 LIBRARY = {
     **FLAT,
+    # compared with the package, so it shares nothing with it
+    REFERENCE: {REFERENCE},
     "staging": set(),
-    "corpus": {"tokenization_transfo_xl"},
-    "data": {"corpus"},
-    "training": {"cache_transfo_xl", "corpus", "data", "modeling_transfo_xl", "scoring"},
-    "scoring": {"modeling_transfo_xl", "cache_transfo_xl", "tokenization_transfo_xl", "data", "corpus"},
-    "text_generation": {"modeling_transfo_xl", "cache_transfo_xl", "tokenization_transfo_xl", "data"},
+    "options": set(),
+    "token_ids": set(),
+    "corpus": {"token_ids", "tokenization_transfo_xl"},
+    "data": {"token_ids"},
+    "scoring": {"data", "memory_transfo_xl", "modeling_transfo_xl", "token_ids"},
+    "text_generation": {"data", "memory_transfo_xl", "modeling_transfo_xl", "options", "tokenization_transfo_xl"},
+    "training": {"data", "memory_transfo_xl", "modeling_transfo_xl", "scoring", "token_ids"},
     "demo": {
         "configuration_transfo_xl",
+        "data",
         "modeling_transfo_xl",
         "scoring",
         "staging",
@@ -81,7 +119,7 @@ LIBRARY = {
 EVERYTHING = {*LIBRARY, "cli", "__init__"}
 MAY_IMPORT = {
     **LIBRARY,
-    "__init__": EVERYTHING - {"__init__"},
+    "__init__": EVERYTHING - {"__init__", REFERENCE},
     "cli": {*EVERYTHING, CONVERSION},
     CONVERSION: {*EVERYTHING, CONVERSION},
 }
@@ -92,6 +130,7 @@ FLAT_THIRD_PARTY = {"torch", "transformers", "huggingface_hub", "tokenizers", "n
 OUTSIDE = {"tests", "examples", "benchmarks", "docs", "model_cards"}
 
 PACKAGE_FILES = sorted((ROOT / PACKAGE).glob("*.py"))
+REFERENCE_FILES = sorted((ROOT / PACKAGE / REFERENCE).glob("**/*.py"))
 FLAT_FILES = sorted((ROOT / PACKAGE).glob("*_transfo_xl.py"))
 CONVERSION_FILES = sorted((ROOT / CONVERSION).glob("**/*.py"))
 
@@ -116,16 +155,16 @@ def imports(source: str) -> Iterator[Import]:
 def imported_module(item: Import, importer: str) -> str | None:
     """The module of ours that an import reaches: its name in `MAY_IMPORT`, or None for somebody else's package."""
     parts = item.module.split(".") if item.module else []
-    inside_conversion = importer == CONVERSION
+    in_folder = importer in (CONVERSION, REFERENCE)
     if item.level == 0:
         if parts[0] == CONVERSION:
             return CONVERSION
         if parts[0] != PACKAGE:
             return parts[0] if parts[0] in OUTSIDE else None
         parts = parts[1:]
-    elif inside_conversion and item.level == 1:
-        return CONVERSION
-    elif item.level > 1 + inside_conversion:
+    elif in_folder and item.level == 1:
+        return importer
+    elif item.level > 1 + in_folder:
         return "." * item.level
     # `from hf_txl import scoring` names a module, `from hf_txl import TransfoXLConfig` something in __init__
     if not parts:
@@ -228,13 +267,15 @@ def test_the_foundation_files_are_found() -> None:
 
 def test_every_module_has_a_place_in_the_layers() -> None:
     homeless = {path.stem for path in PACKAGE_FILES} - EVERYTHING
+    homeless |= {path.parent.name for path in (ROOT / PACKAGE).glob("*/*.py")} - EVERYTHING
     assert not homeless, f"say in MAY_IMPORT what these may import: {sorted(homeless)}"
 
 
 def test_every_row_of_the_table_is_a_file_and_every_folder_is_there() -> None:
-    assert EVERYTHING - {path.stem for path in PACKAGE_FILES} == set()
+    assert EVERYTHING - {path.stem for path in PACKAGE_FILES} == {REFERENCE}
     assert {name for allowed in MAY_IMPORT.values() for name in allowed} <= EVERYTHING | {CONVERSION}
-    assert [name for name in sorted({*OUTSIDE, CONVERSION}) if not (ROOT / name).is_dir()] == []
+    folders = {*OUTSIDE, CONVERSION, f"{PACKAGE}/{REFERENCE}"}
+    assert [name for name in sorted(folders) if not (ROOT / name).is_dir()] == []
 
 
 def test_every_flat_file_is_listed_as_flat() -> None:
@@ -244,7 +285,8 @@ def test_every_flat_file_is_listed_as_flat() -> None:
 def test_layers_have_no_cycle() -> None:
     below: dict[str, set[str]] = {}
     for name in LIBRARY:
-        reached, frontier = set(), set(LIBRARY[name])
+        # files of a folder import each other
+        reached, frontier = set(), LIBRARY[name] - {REFERENCE}
         while frontier:
             reached |= frontier
             frontier = set().union(*(LIBRARY[other] for other in frontier)) - reached
@@ -264,6 +306,12 @@ def test_conversion_imports_the_package_and_itself_only() -> None:
         if (found := layer_complaints(CONVERSION, path.read_text(encoding="utf-8")))
     }
     assert complaints == {}
+
+
+def test_the_slow_references_import_nothing_of_the_package() -> None:
+    assert REFERENCE_FILES
+    complaints = {path.name: layer_complaints(REFERENCE, path.read_text(encoding="utf-8")) for path in REFERENCE_FILES}
+    assert [(name, found) for name, found in complaints.items() if found] == []
 
 
 @pytest.mark.parametrize("path", FLAT_FILES, ids=stem)
@@ -300,8 +348,8 @@ def test_tokenizer_file_does_not_import_torch() -> None:
 @pytest.mark.parametrize(
     ("importer", "line"),
     [
-        ("configuration_transfo_xl", "from .cache_transfo_xl import TransfoXLMemory"),
-        ("adaptive_transfo_xl", "from hf_txl.cache_transfo_xl import TransfoXLMemory"),
+        ("configuration_transfo_xl", "from .memory_transfo_xl import TransfoXLMemory"),
+        ("adaptive_softmax_transfo_xl", "from hf_txl.memory_transfo_xl import TransfoXLMemory"),
         ("attention_transfo_xl", "def f():\n    from .modeling_transfo_xl import TransfoXLModel"),
         ("modeling_transfo_xl", "from . import scoring"),
         ("modeling_transfo_xl", "from hf_txl import TransfoXLConfig"),
@@ -316,6 +364,9 @@ def test_tokenizer_file_does_not_import_torch() -> None:
         (CONVERSION, "from conversion.verify import compare"),
         (CONVERSION, "import hf_txl.conversion.verify"),
         (CONVERSION, "from ..configuration_transfo_xl import TransfoXLConfig"),
+        (REFERENCE, "from ..configuration_transfo_xl import TransfoXLConfig"),
+        (REFERENCE, "from hf_txl.layout_transfo_xl import window"),
+        ("scoring", "from .reference.kinds import slow_model_of"),
     ],
 )
 def test_an_import_across_layers_is_reported(importer: str, line: str) -> None:
@@ -325,10 +376,12 @@ def test_an_import_across_layers_is_reported(importer: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("importer", "line"),
     [
-        ("modeling_transfo_xl", "from .cache_transfo_xl import (\n    TransfoXLMemory,\n)"),
+        ("modeling_transfo_xl", "from .memory_transfo_xl import (\n    TransfoXLMemory,\n)"),
         ("training", "from .data import read"),
         ("cli", "from . import __version__, scoring\nfrom .conversion import verify"),
         ("__init__", "from . import data\nfrom .scoring import perplexity"),
+        (REFERENCE, "from .transformer_xl import SlowMemory"),
+        (CONVERSION, "from hf_txl.reference.kinds import slow_model_of"),
         (CONVERSION, "from .key_rules import RULES\nfrom hf_txl import TransfoXLConfig\nimport torch"),
     ],
 )
@@ -339,13 +392,13 @@ def test_an_import_from_below_is_accepted(importer: str, line: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "from . import cache_transfo_xl",
+        "from . import memory_transfo_xl",
         "from .layers.attention import Attention",
-        "from ..hf_txl import cache_transfo_xl",
+        "from ..hf_txl import memory_transfo_xl",
         "from .scoring import perplexity",
         "import hf_txl",
-        "from hf_txl.cache_transfo_xl import TransfoXLMemory",
-        "from .cache_transfo_xl \\\n    import TransfoXLMemory",
+        "from hf_txl.memory_transfo_xl import TransfoXLMemory",
+        "from .memory_transfo_xl \\\n    import TransfoXLMemory",
         "import torch, \\\n    math",
         '"""Usage:\n\n    from .somewhere import something\n"""',
         "import safetensors",

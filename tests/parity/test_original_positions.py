@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from hf_txl import TransfoXLForCausalLM, TransfoXLMemory
-from hf_txl.conversion.slow_kinds import slow_model_of
-from hf_txl.conversion.slow_model import last_hidden
+from hf_txl.reference.kinds import slow_model_of
+from hf_txl.reference.transformer_xl import last_hidden
 from tests.helpers import assert_close
 from tests.parity.package_runs import (
     STORAGES,

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from hf_txl import TransfoXLMemory
-from hf_txl.conversion.slow_kinds import slow_model_of
-from hf_txl.conversion.slow_model import leaves_of
+from hf_txl.reference.kinds import slow_model_of
+from hf_txl.reference.transformer_xl import leaves_of
 from tests.helpers import assert_close, cut
 from tests.property.strategies import build_model, cuts, masks, model_fields, random_ids
-from tests.property.test_streams import blank_pads, few, read_stream
+from tests.property.test_streams import blank_pads, read_stream
+from tests.sizes import examples
 
 ROUNDING = 1e-10
 FLOAT32_SINUSOIDS = 1e-5
@@ -45,10 +45,6 @@ ALL = {**RELATIVE, **ABSOLUTE}
 each_relative_kind = pytest.mark.parametrize("kind", list(RELATIVE))
 each_absolute_kind = pytest.mark.parametrize("kind", list(ABSOLUTE))
 each_kind = pytest.mark.parametrize("kind", list(ALL))
-# each test runs for every kind
-some = settings(few, max_examples=12)
-# long enough, and often enough, that clamped distances and short tables meet every window
-more = settings(few, max_examples=25)
 
 STORAGES = st.sampled_from(["hidden_states", "keys_values"])
 BACKENDS = st.sampled_from(["eager", "sdpa"])
@@ -75,8 +71,7 @@ def storages(kind: str) -> Any:
 
 
 @each_kind
-@more
-@given(st.data(), BACKENDS, SEEDS)
+@examples(st.data(), BACKENDS, SEEDS, few=8, many=25)
 def test_log_probabilities_equal_the_reference(kind: str, data: st.DataObject, backend: str, seed: int) -> None:
     model = build_model(data.draw(kind_fields(kind)), backend)
     length = data.draw(st.integers(5, 12))
@@ -95,8 +90,7 @@ def test_log_probabilities_equal_the_reference(kind: str, data: st.DataObject, b
 
 
 @each_kind
-@some
-@given(st.data(), BACKENDS, SEEDS)
+@examples(st.data(), BACKENDS, SEEDS, few=5, many=12)
 def test_gradients_of_all_parameters_equal_the_reference(
     kind: str, data: st.DataObject, backend: str, seed: int
 ) -> None:
@@ -132,8 +126,7 @@ def test_gradients_of_all_parameters_equal_the_reference(
 
 
 @each_relative_kind
-@some
-@given(st.data(), STORAGES, SEEDS)
+@examples(st.data(), STORAGES, SEEDS, few=5, many=12)
 def test_any_cut_gives_the_same_with_same_length(kind: str, data: st.DataObject, stores: str, seed: int) -> None:
     fields = data.draw(kind_fields(kind, same_length=True))
     # without memory there is no window
@@ -147,8 +140,7 @@ def test_any_cut_gives_the_same_with_same_length(kind: str, data: st.DataObject,
 
 
 @each_relative_kind
-@some
-@given(st.data(), STORAGES, SEEDS)
+@examples(st.data(), STORAGES, SEEDS, few=5, many=12)
 def test_any_cut_gives_the_same_while_the_memory_holds_everything(
     kind: str, data: st.DataObject, stores: str, seed: int
 ) -> None:
@@ -161,8 +153,7 @@ def test_any_cut_gives_the_same_while_the_memory_holds_everything(
 
 
 @each_relative_kind
-@some
-@given(st.data(), BACKENDS, SEEDS)
+@examples(st.data(), BACKENDS, SEEDS, few=5, many=12)
 def test_both_storages_and_both_backends_give_the_same(
     kind: str, data: st.DataObject, backend: str, seed: int
 ) -> None:
@@ -176,8 +167,7 @@ def test_both_storages_and_both_backends_give_the_same(
 
 
 @each_kind
-@some
-@given(st.data(), SEEDS)
+@examples(st.data(), SEEDS, few=5, many=12)
 def test_a_batch_gives_what_each_row_gives_alone(kind: str, data: st.DataObject, seed: int) -> None:
     """Rows of different length, over any number of segments; alone, a row has no pads at all."""
     model = build_model(data.draw(kind_fields(kind)))
@@ -198,8 +188,7 @@ def test_a_batch_gives_what_each_row_gives_alone(kind: str, data: st.DataObject,
 
 
 @each_kind
-@some
-@given(st.data(), SEEDS)
+@examples(st.data(), SEEDS, few=5, many=12)
 def test_no_output_depends_on_a_later_token(kind: str, data: st.DataObject, seed: int) -> None:
     """With the same cuts, so that a call sees as many tokens as before: absolute positions count them all."""
     model = build_model(data.draw(kind_fields(kind)))
@@ -219,8 +208,7 @@ def test_no_output_depends_on_a_later_token(kind: str, data: st.DataObject, seed
 
 
 @each_relative_kind
-@some
-@given(st.data(), SEEDS)
+@examples(st.data(), SEEDS, few=5, many=12)
 def test_the_window_rule_of_the_library_s_caches_equals_the_reference(
     kind: str, data: st.DataObject, seed: int
 ) -> None:

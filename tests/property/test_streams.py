@@ -7,13 +7,13 @@ float64 ones in the reference, which moves log-probabilities of these small mode
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_txl import TransfoXLForCausalLM, TransfoXLMemory
-from hf_txl.conversion.slow_model import SlowTransfoXL, leaves_of
+from hf_txl.reference.transformer_xl import SlowTransfoXL, leaves_of
 from tests.helpers import assert_close, cut
 from tests.property.strategies import build_model, cuts, masks, model_fields, random_ids
+from tests.sizes import examples
 
 TOLERANCE = 1e-5
 # between two runs of the package: the same float64 arithmetic in another order
@@ -21,8 +21,6 @@ ROUNDING = 1e-10
 
 STORAGES = st.sampled_from(["hidden_states", "keys_values"])
 BACKENDS = st.sampled_from(["eager", "sdpa"])
-
-few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def read_stream(
@@ -47,8 +45,7 @@ def blank_pads(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return scores if mask is None else scores * mask[..., None]
 
 
-@few
-@given(st.data(), model_fields(), STORAGES, BACKENDS, st.integers(0, 9))
+@examples(st.data(), model_fields(), STORAGES, BACKENDS, st.integers(0, 9), few=12, many=40)
 def test_log_probabilities_equal_the_reference(
     data: st.DataObject, fields: dict[str, Any], stores: str, backend: str, seed: int
 ) -> None:
@@ -69,8 +66,7 @@ def test_log_probabilities_equal_the_reference(
     assert_close("log-probabilities", blank_pads(actual, mask), torch.cat(expected, dim=1), TOLERANCE)
 
 
-@few
-@given(st.data(), model_fields(same_length=True), STORAGES, st.integers(0, 9))
+@examples(st.data(), model_fields(same_length=True), STORAGES, st.integers(0, 9), few=12, many=40)
 def test_any_cut_gives_the_same_with_same_length(
     data: st.DataObject, fields: dict[str, Any], stores: str, seed: int
 ) -> None:
@@ -84,8 +80,9 @@ def test_any_cut_gives_the_same_with_same_length(
     assert_close("cut", blank_pads(one, mask), blank_pads(other, mask), ROUNDING)
 
 
-@few
-@given(st.data(), model_fields(same_length=False, memory_init="empty"), STORAGES, st.integers(0, 9))
+@examples(
+    st.data(), model_fields(same_length=False, memory_init="empty"), STORAGES, st.integers(0, 9), few=12, many=40
+)
 def test_any_cut_gives_the_same_while_the_memory_holds_everything(
     data: st.DataObject, fields: dict[str, Any], stores: str, seed: int
 ) -> None:
@@ -98,8 +95,7 @@ def test_any_cut_gives_the_same_while_the_memory_holds_everything(
     assert_close("cut", blank_pads(one, mask), blank_pads(other, mask), ROUNDING)
 
 
-@few
-@given(st.data(), model_fields(), BACKENDS, st.integers(0, 9))
+@examples(st.data(), model_fields(), BACKENDS, st.integers(0, 9), few=12, many=40)
 def test_both_storages_and_both_backends_give_the_same(
     data: st.DataObject, fields: dict[str, Any], backend: str, seed: int
 ) -> None:
@@ -112,8 +108,7 @@ def test_both_storages_and_both_backends_give_the_same(
     assert_close("storage", blank_pads(one, mask), blank_pads(other, mask), ROUNDING)
 
 
-@few
-@given(st.data(), model_fields(), STORAGES, st.integers(0, 9))
+@examples(st.data(), model_fields(), STORAGES, st.integers(0, 9), few=12, many=40)
 def test_a_batch_gives_what_each_row_gives_alone(
     data: st.DataObject, fields: dict[str, Any], stores: str, seed: int
 ) -> None:
@@ -134,8 +129,7 @@ def test_a_batch_gives_what_each_row_gives_alone(
                 assert_close(f"row {row}", batched[row, real], scores[0], ROUNDING)
 
 
-@few
-@given(st.data(), model_fields(), STORAGES, st.integers(0, 9))
+@examples(st.data(), model_fields(), STORAGES, st.integers(0, 9), few=12, many=40)
 def test_no_output_depends_on_a_later_token(
     data: st.DataObject, fields: dict[str, Any], stores: str, seed: int
 ) -> None:
@@ -155,8 +149,7 @@ def test_no_output_depends_on_a_later_token(
     )
 
 
-@few
-@given(st.data(), model_fields(), st.integers(0, 9))
+@examples(st.data(), model_fields(), st.integers(0, 9), few=12, many=40)
 def test_the_window_rule_of_the_library_s_caches_equals_the_reference(
     data: st.DataObject, fields: dict[str, Any], seed: int
 ) -> None:
@@ -183,8 +176,7 @@ def test_the_window_rule_of_the_library_s_caches_equals_the_reference(
             assert_close("log-probabilities", actual, expected, TOLERANCE)
 
 
-@settings(few, max_examples=25)
-@given(st.data(), model_fields(), BACKENDS, st.integers(0, 9))
+@examples(st.data(), model_fields(), BACKENDS, st.integers(0, 9), few=6, many=25)
 def test_gradients_of_all_parameters_equal_the_reference(
     data: st.DataObject, fields: dict[str, Any], backend: str, seed: int
 ) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_txl.conversion.slow_kinds import SlowShaw, slow_model_of
-from hf_txl.conversion.slow_model import SlowMemory, SlowTransfoXL, last_hidden, stacked_memory
+from hf_txl.reference.kinds import SlowShaw, slow_model_of
+from hf_txl.reference.transformer_xl import SlowMemory, SlowTransfoXL, last_hidden, stacked_memory
 from tests.helpers import assert_close
 from tests.parity.original_keys import tied_names
 from tests.parity.recorded_cases import (

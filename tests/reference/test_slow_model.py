@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_txl.conversion.slow_model import (
+from hf_txl.reference.transformer_xl import (
     IGNORED,
     SlowMemory,
     SlowTransfoXL,

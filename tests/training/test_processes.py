@@ -15,6 +15,7 @@ from hf_txl.scoring import evaluate_stream
 from hf_txl.training import last_checkpoint
 from tests.helpers import assert_close
 from tests.model.tiny_models import tiny_model
+from tests.sizes import full
 from tests.training.jobs import Job, memory_of, random_seconds, run, weights_of
 
 pytest.importorskip("accelerate")
@@ -22,6 +23,9 @@ pytest.importorskip("datasets")
 
 # the issue's figure, in single precision and for gradients that are added in another order
 EQUAL = {"atol": 1e-6}
+
+# trained once for all tests
+pytestmark = pytest.mark.xdist_group("processes")
 
 
 def variants(folder: Path, per_device: int) -> dict[str, Job]:
@@ -52,6 +56,7 @@ def one_and_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Job
     return one, two
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", variants(Path(), 1))
 def test_two_processes_equal_one(name: str, one_and_two: tuple[dict[str, Job], dict[str, Job]]) -> None:
     one, two = (jobs[name] for jobs in one_and_two)
@@ -60,6 +65,7 @@ def test_two_processes_equal_one(name: str, one_and_two: tuple[dict[str, Job], d
         assert_close(key, weight, expected[key], **EQUAL)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", variants(Path(), 1))
 def test_each_process_remembers_its_own_rows(name: str, one_and_two: tuple[dict[str, Job], dict[str, Job]]) -> None:
     """A memory is never synchronised: together they are that of one process, row by row."""
@@ -72,6 +78,7 @@ def test_each_process_remembers_its_own_rows(name: str, one_and_two: tuple[dict[
     assert not torch.equal(first, second)
 
 
+@pytest.mark.full
 def test_processes_that_share_the_weights_out_equal_one(
     one_and_two: tuple[dict[str, Job], dict[str, Job]], tmp_path: Path
 ) -> None:
@@ -122,14 +129,24 @@ MOMENTS = [
 ]
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
-@pytest.mark.parametrize("documents", [False, True], ids=["text", "streamed documents"])
-def test_a_run_that_is_killed_ends_with_the_same_weights(documents: bool, num_processes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("documents", "num_processes", "moments"),
+    [
+        pytest.param(False, 1, [("write", 8)], id="text-1-once"),
+        full(False, 1, MOMENTS, id="text-1"),
+        full(False, 2, MOMENTS, id="text-2"),
+        full(True, 1, MOMENTS, id="streamed documents-1"),
+        full(True, 2, MOMENTS, id="streamed documents-2"),
+    ],
+)
+def test_a_run_that_is_killed_ends_with_the_same_weights(
+    documents: bool, num_processes: int, moments: list[tuple[str, int]], tmp_path: Path
+) -> None:
     """C111: bit-equal, dropout included, wherever it is killed; it goes on from the last whole checkpoint."""
     whole = resumable(tmp_path / "whole", documents, num_processes)
     assert run([whole], num_processes)
     job = resumable(tmp_path / "killed", documents, num_processes)
-    for moment in MOMENTS:
+    for moment in moments:
         assert not run([replace(job, kill_at=moment)], num_processes)
     assert last_checkpoint(job.folder) is not None
     assert run([job], num_processes)

@@ -24,6 +24,7 @@ from hf_txl.training import (
 )
 from tests.helpers import assert_close
 from tests.model.tiny_models import random_ids, tiny_config, tiny_model
+from tests.sizes import full
 
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("accelerate")
@@ -173,7 +174,7 @@ def test_accumulated_parts_follow_each_other_in_time(tmp_path: Path) -> None:
     assert_same_weights(trainer.model, expected, **SAME)
 
 
-@pytest.mark.parametrize("form", ["list", "Dataset", "IterableDataset"])
+@pytest.mark.parametrize("form", ["list", full("Dataset"), full("IterableDataset")])
 def test_documents_are_trained_apart(form: str, tmp_path: Path) -> None:
     """C112: nothing is remembered across the start of a document."""
     dataset: Any = DOCUMENTS
@@ -393,7 +394,7 @@ RESUMED: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", RESUMED)
+@pytest.mark.parametrize("kind", [kind if kind in ("text", "documents") else full(kind) for kind in RESUMED])
 def test_a_resumed_run_ends_with_the_same_weights(kind: str, tmp_path: Path) -> None:
     """C111: bit-equal from every checkpoint, within and at the border of passes over the text; dropout is on."""
     dataset, changes = RESUMED[kind]
@@ -412,6 +413,7 @@ def test_a_resumed_run_ends_with_the_same_weights(kind: str, tmp_path: Path) -> 
             assert torch.equal(ours.tensors["hidden_states"], theirs.tensors["hidden_states"])
 
 
+@pytest.mark.full
 def test_a_checkpoint_at_the_end_of_a_pass_starts_the_next_one_afresh(tmp_path: Path) -> None:
     # 15 segments per pass
     settings = {"save_strategy": "steps", "save_steps": 15, "max_steps": 25}
@@ -423,7 +425,7 @@ def test_a_checkpoint_at_the_end_of_a_pass_starts_the_next_one_afresh(tmp_path: 
 def test_the_last_whole_checkpoint_is_found(tmp_path: Path) -> None:
     """A run that is killed while it saves leaves folders without the trainer's state, or with part of it."""
     assert last_checkpoint(tmp_path) is None
-    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
         trained(tmp_path, resume=True)
     for step, content in ((9, "{}"), (10, '{"global_step": 10}'), (11, '{"global_st'), (12, None)):
         folder = tmp_path / f"checkpoint-{step}"
@@ -483,7 +485,7 @@ def test_impossible_arguments_are_refused(changes: dict[str, Any], message: str,
         (TEXT[:5], {}, r"at least 2 tokens for each of `batch_size` \(3\) rows, 6 in all, but has 5"),
         (TokenStreams(TEXT, 4, 7), {}, r"`train_dataset` must have as many .* 3.* but has a batch size of 4"),
         (DocumentStreams(DOCUMENTS, 2, 7), {}, "`train_dataset` must have as many .* but has a batch size of 2"),
-        (TEXT, {"train_sampling_strategy": "group_by_length"}, "`train_sampling_strategy` must leave the order"),
+        (TEXT, {"train_sampling_strategy": "group_by_length"}, "`train_sampling_strategy` must keep the order"),
         (TEXT, {"accelerator_config": {"split_batches": True}}, "`split_batches` must be False"),
         (RESUMED["an iterable data set"][0], {"varlen": True}, "`varlen` must be False for an `IterableDataset`"),
         ([[1], [2]], {"layout": "documents"}, "`documents` must hold a text with a target"),
@@ -497,7 +499,7 @@ def test_impossible_arguments_are_refused(changes: dict[str, Any], message: str,
         ([[1, 2], [3, 99]], {"layout": "documents"}, r"`train_dataset\[1\]` must hold ids .* has 99 at position 1"),
         ([1, 2, 3], {"layout": "documents"}, r"`train_dataset\[0\]` must have one dimension"),
         ("a text", {}, "`train_dataset` must be a list, a tensor or an array of token ids.* but is a str"),
-        ([[1, 2], [3]], {}, "`train_dataset` must be a list, a tensor .* but is a list of something else"),
+        ([[1, 2], [3]], {}, "`train_dataset` must be a list, a tensor .* but is a list that cannot be read as one"),
         (datasets.Dataset.from_dict({"ids": [[1, 2]]}), {}, "`train_dataset` must have a column 'input_ids'"),
         (datasets.Dataset.from_dict({"input_ids": [[1, None]]}), {}, "`train_dataset` must have an integer .* nulls"),
     ],

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_txl import TransfoXLForCausalLM, adaptive_transfo_xl
-from hf_txl.adaptive_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax
+from hf_txl import TransfoXLForCausalLM, adaptive_softmax_transfo_xl
+from hf_txl.adaptive_softmax_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax
 from tests.helpers import assert_close
 from tests.t0 import GRADIENTS, LARGE_WEIGHTS, make_config, make_model, random_ids
 
@@ -264,7 +264,7 @@ def test_scoring_in_blocks_changes_no_loss_and_no_gradient(
         return [losses, *torch.autograd.grad((losses * weights).sum(), leaves)]
 
     whole = losses_and_gradients()
-    monkeypatch.setattr(adaptive_transfo_xl, "MAX_LOGITS", limit)
+    monkeypatch.setattr(adaptive_softmax_transfo_xl, "MAX_LOGITS", limit)
     in_blocks = losses_and_gradients()
     with torch.no_grad():
         in_blocks_without_gradients = model.crit(hidden, targets)
@@ -296,7 +296,7 @@ def test_scoring_never_builds_a_tensor_of_tokens_times_vocabulary(
     model = make_model(vocab_size=2000, cutoffs=cutoffs, div_val=2 if cutoffs else 1, n_layer=1).train(with_gradients)
     ids = random_ids(16, 10, vocab_size=2000)
     limit = 20_000
-    monkeypatch.setattr(adaptive_transfo_xl, "MAX_LOGITS", limit)
+    monkeypatch.setattr(adaptive_softmax_transfo_xl, "MAX_LOGITS", limit)
     with torch.set_grad_enabled(with_gradients), LargestTensor() as record:
         output = model(ids, labels=ids, return_logits=False)
         if with_gradients:

@@ -6,16 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from hf_txl import TransfoXLConfig, TransfoXLModel, recompute_transfo_xl
-from hf_txl.attention_transfo_xl import TransfoXLAttention, eager_attention, sdpa_attention
-from hf_txl.conversion.slow_model import SlowTransfoXL
+from hf_txl import TransfoXLConfig, TransfoXLModel, attention_execution_transfo_xl
+from hf_txl.attention_execution_transfo_xl import AT_ONCE, eager_attention, sdpa_attention
+from hf_txl.attention_transfo_xl import TransfoXLAttention
+from hf_txl.layout_transfo_xl import AttentionLayout
 from hf_txl.positions_transfo_xl import (
-    AttentionLayout,
-    RelativeKeys,
+    PositionTable,
     align_relative_scores,
     gather_relative_scores,
     sinusoid_embeddings,
 )
+from hf_txl.reference.transformer_xl import SlowTransfoXL
 from tests.helpers import assert_close
 from tests.model.tiny_models import T0
 from tests.t0 import FLOAT32, FLOAT64, GRADIENTS, LARGE_WEIGHTS, make_config, make_model, random_ids
@@ -137,7 +138,7 @@ def test_positions_are_computed_in_float32_whatever_the_dtype_of_the_model(dtype
     model(random_ids(1, 3), use_cache=False)
     distances = torch.arange(302, -4, -1).clamp(min=0)
     assert seen[0].dtype == dtype
-    assert torch.equal(seen[0], sinusoid_embeddings(distances, 32).to(dtype))
+    assert torch.equal(seen[0][0], sinusoid_embeddings(distances, 32).to(dtype))
 
 
 # --- one attention layer by a triple loop
@@ -180,10 +181,10 @@ def attention_layer(**fields: Any) -> TransfoXLAttention:
     return model.layers[0].dec_attn
 
 
-def position_table(num_keys: int, num_queries: int, clamp_len: int) -> RelativeKeys:
+def position_table(num_keys: int, num_queries: int, clamp_len: int) -> PositionTable:
     distances = torch.arange(num_keys - 1, -num_queries - 1, -1).clamp(0, clamp_len if clamp_len > 0 else None)
     table = sinusoid_embeddings(distances, 32).double()
-    return RelativeKeys(distances, num_queries, clamp_len, table.dtype, table, keeps=False)
+    return PositionTable(distances, num_queries, clamp_len, table.dtype, table, keeps=False)
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
@@ -488,7 +489,9 @@ def test_dropout_is_at_the_original_places(pre_lnorm: bool, monkeypatch: pytest.
     model = make_model(dropout=0.25, dropatt=0.5, pre_lnorm=pre_lnorm, **LARGE_WEIGHTS).double().train()
     slow = SlowWithFactors(model.config, model.state_dict())
     monkeypatch.setattr(torch.nn.functional, "dropout", scale)
-    monkeypatch.setattr(recompute_transfo_xl, "dropout_factors", lambda like, p, seed: torch.full_like(like, 1 + p))
+    monkeypatch.setattr(
+        attention_execution_transfo_xl, "dropout_factors", lambda like, p, seed: torch.full_like(like, 1 + p)
+    )
     ids = random_ids(1, 9)
     memory, slow_memory = model.init_memory(1), slow.new_memory(1)
     for segment in (ids[:, :4], ids[:, 4:]):
@@ -511,7 +514,7 @@ def test_attention_dropout_reaches_the_fused_backend(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     # as on a GPU
-    monkeypatch.setattr(TransfoXLAttention, "_recomputes", lambda *arguments: False)
+    monkeypatch.setattr(attention_execution_transfo_xl, "choose_way", lambda inputs: AT_ONCE)
     model = make_model(dropout=0.25, dropatt=0.5)
     model.set_attn_implementation("sdpa")
     model(random_ids(1, 4))

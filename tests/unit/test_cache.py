@@ -150,7 +150,7 @@ def test_repr_tells_what_is_held(stores: str) -> None:
 
 def test_what_a_memory_cannot_do_is_refused() -> None:
     memory = make_streams("keys_values").memory
-    with pytest.raises(ValueError, match="cannot go back"):
+    with pytest.raises(ValueError, match="cannot be cropped"):
         memory.crop(3)
     with pytest.raises(ValueError, match="(?i)assisted decoding"):
         memory.activate_past_recording()
@@ -200,7 +200,7 @@ def test_rows_that_do_not_exist_are_refused(operation: str, stores: str) -> None
         getattr(memory, operation)(torch.tensor([True, False]))
     for rows in ([0.9, 1.9], [[0, 1]], torch.tensor([0j])):
         with pytest.raises(
-            ValueError, match="`rows` must be a list of indices or a boolean per stream, but has dtype"
+            ValueError, match="`rows` must be a list of indices or one boolean per stream, but has dtype"
         ):
             getattr(memory, operation)(rows)
     assert_same_state(memory.state_dict(), before)
@@ -212,7 +212,7 @@ def test_integers_that_repeat_are_no_rows_to_reset(flags: Any, stores: str) -> N
     """R07: `dones.long()` would reset streams 0 and 1, whichever have ended; `select` may take a stream twice."""
     streams = make_streams(stores)
     before = streams.memory.state_dict()
-    with pytest.raises(ValueError, match=r"`rows` must be different indices, or a boolean.*`rows.bool\(\)`"):
+    with pytest.raises(ValueError, match=r"`rows` must be distinct indices, or a boolean.*`rows.bool\(\)`"):
         streams.memory.reset(flags)
     assert_same_state(streams.memory.state_dict(), before)
     index = torch.as_tensor(flags)
@@ -227,7 +227,7 @@ def test_bytes_are_no_rows() -> None:
     """They were the type of flags before booleans."""
     memory = make_streams("hidden_states").memory
     for operation in (memory.select, memory.reset, memory.reorder_cache, memory.batch_select_indices):
-        with pytest.raises(ValueError, match=r"`rows` must be a list of indices or a boolean .*torch.uint8"):
+        with pytest.raises(ValueError, match=r"`rows` must be a list of indices or one boolean .*torch.uint8"):
             operation(torch.tensor([0, 2], dtype=torch.uint8))
 
 
@@ -236,7 +236,7 @@ def test_integers_are_indices_where_they_could_be_flags() -> None:
     streams = make_streams("hidden_states")
     pair = streams.memory.select([1, 2])
     pair.reset(torch.tensor([0, 1]))
-    assert pair.lengths is not None and pair.lengths.tolist() == [0, 0]
+    assert pair.rows.lengths is not None and pair.rows.lengths.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("fields", [{}, {"mem_len": 0}])
@@ -298,7 +298,7 @@ def test_memories_that_do_not_fit_together_are_refused() -> None:
         TransfoXLMemory.concatenate([hidden.memory, other])
     with pytest.raises(ValueError, match="`memories` must hold at least one memory, but is empty"):
         TransfoXLMemory.concatenate([])
-    with pytest.raises(ValueError, match="`memories` must each know their `batch_size`"):
+    with pytest.raises(ValueError, match="`memories` must each have a `batch_size`"):
         TransfoXLMemory.concatenate([hidden.memory, TransfoXLMemory(hidden.model.config, stores="hidden_states")])
 
 
@@ -522,7 +522,7 @@ def test_keys_and_values_are_no_legacy_list() -> None:
 
 
 def test_rows_of_different_length_are_no_legacy_list_without_zeros() -> None:
-    with pytest.raises(ValueError, match=r"`to_mems` needs rows of one length, .* \[6, 4, 1\]"):
+    with pytest.raises(ValueError, match=r"`to_mems` needs streams of equal length, .* \[6, 4, 1\]"):
         make_streams("hidden_states", "ragged").memory.to_mems()
 
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from hf_txl import TransfoXLTokenizer
-from hf_txl.corpus import ColumnTokens, as_tokens, read_tokens, tokenize_corpus
+from hf_txl.corpus import tokenize_corpus
 from hf_txl.data import TokenStreams
+from hf_txl.token_ids import ColumnTokens, as_tokens, read_tokens
 from hf_txl.tokenization_transfo_xl import build_vocabulary, encode_file
 
 datasets = pytest.importorskip("datasets")

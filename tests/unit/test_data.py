@@ -346,8 +346,8 @@ def test_repeated_documents_go_on_with_the_next_epoch() -> None:
 @pytest.mark.parametrize(
     ("documents", "settings", "message"),
     [
-        (iter([[1, 2]]), {}, "`documents` must be something that can be read once per epoch"),
-        (5, {}, "`documents` must be something that can be read once per epoch, .* but is a int"),
+        (iter([[1, 2]]), {}, "`documents` must be iterable more than once"),
+        (5, {}, "`documents` must be iterable more than once, .* but is a int"),
         ([[1, 2]], {"batch_size": 0}, "`batch_size` must be an int of at least 1, but is 0"),
         ({1: 2}.keys(), {"shuffle": True}, "`shuffle` must be False for a dict_keys"),
     ],
@@ -393,5 +393,5 @@ def test_a_plain_softmax_needs_no_order() -> None:
 
 
 def test_ids_beyond_the_vocabulary_are_refused_by_the_check() -> None:
-    with pytest.raises(ValueError, match="`vocab_size` 10\\), but has values from 3 to 10"):
+    with pytest.raises(ValueError, match="`vocab_size` 10\\), but has 10 at position 1"):
         check_frequency_order([3, 10], CLUSTERS)

@@ -9,16 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_txl import recompute_transfo_xl
-from hf_txl.positions_transfo_xl import AttentionLayout
-from hf_txl.recompute_transfo_xl import (
-    BucketLossFunction,
-    RelativeAttentionFunction,
-    ReluDropoutFunction,
-    TableGradient,
-    TablePartsFunction,
-    dropout_factors,
-)
+from hf_txl import attention_execution_transfo_xl
+from hf_txl.adaptive_softmax_transfo_xl import BucketLossFunction, TableGradient, TablePartsFunction
+from hf_txl.attention_execution_transfo_xl import RelativeAttentionFunction, dropout_factors
+from hf_txl.layout_transfo_xl import AttentionLayout
+from hf_txl.modeling_transfo_xl import ReluDropoutFunction
 from tests.helpers import assert_close
 
 EXACT = {"atol": 1e-11}
@@ -105,7 +100,7 @@ def layout_of(
 def test_attention_is_that_of_single_queries(
     query_length: int, past_length: int, window: int | None, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recompute_transfo_xl, "BLOCK_SCORES", block)
+    monkeypatch.setattr(attention_execution_transfo_xl, "BLOCK_SCORES", block)
     leaves = attention_inputs(query_length, past_length)
     ours = RelativeAttentionFunction.apply(*leaves.values(), layout_of(leaves, window), 0.4, 0.0)
     assert_same_gradients(ours, plain_attention(*leaves.values(), None, window, 0.4), leaves, **EXACT)
@@ -113,7 +108,7 @@ def test_attention_is_that_of_single_queries(
 
 @pytest.mark.parametrize("block", [20, 10**6])
 def test_keys_that_a_row_does_not_have_are_not_seen(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute_transfo_xl, "BLOCK_SCORES", block)
+    monkeypatch.setattr(attention_execution_transfo_xl, "BLOCK_SCORES", block)
     leaves = attention_inputs(4, 5)
     key_mask = torch.ones(2, 9, dtype=torch.bool)
     key_mask[0, :3] = key_mask[1, :5] = False
@@ -124,7 +119,7 @@ def test_keys_that_a_row_does_not_have_are_not_seen(block: int, monkeypatch: pyt
 @pytest.mark.parametrize("block", [40, 10**6])
 def test_both_passes_drop_the_same_probabilities(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The factors that were drawn, put into the plain formula."""
-    monkeypatch.setattr(recompute_transfo_xl, "BLOCK_SCORES", block)
+    monkeypatch.setattr(attention_execution_transfo_xl, "BLOCK_SCORES", block)
     drawn: dict[tuple[int, torch.Size], torch.Tensor] = {}
 
     def spy(like: torch.Tensor, dropout: float, seed: int) -> torch.Tensor:
@@ -132,7 +127,7 @@ def test_both_passes_drop_the_same_probabilities(block: int, monkeypatch: pytest
         assert torch.equal(drawn.setdefault((seed, like.shape), factors), factors)
         return factors
 
-    monkeypatch.setattr(recompute_transfo_xl, "dropout_factors", spy)
+    monkeypatch.setattr(attention_execution_transfo_xl, "dropout_factors", spy)
     leaves = attention_inputs(6, 5)
     torch.manual_seed(3)
     ours = RelativeAttentionFunction.apply(*leaves.values(), layout_of(leaves), 0.4, 0.3)

@@ -10,7 +10,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_txl import TransfoXLConfig
-from hf_txl.rolling_transfo_xl import RollingStorage, RollingWindows, claim_rolling, window_storages
+from hf_txl.key_values_transfo_xl import KeyValueBuffer, claim_slots
+from hf_txl.library_caches_transfo_xl import BufferedWindows, window_buffers
 
 # B batch   H heads   S stored positions   D head size
 B, H, D = 2, 3, 4
@@ -21,10 +22,10 @@ def positions(length: int, seed: int = 0) -> torch.Tensor:
 
 
 def append_rolling(
-    stored: torch.Tensor, new: torch.Tensor, storage: RollingStorage | None
-) -> tuple[torch.Tensor, RollingStorage]:
+    stored: torch.Tensor, new: torch.Tensor, storage: KeyValueBuffer | None
+) -> tuple[torch.Tensor, KeyValueBuffer]:
     """Stored positions and new ones behind them, and where they lie."""
-    claimed = claim_rolling((stored,), new.shape[-2], storage)
+    claimed = claim_slots((stored,), new.shape[-2], storage)
     assert claimed is not None
     storage, first, end = claimed
     storage.views(end - new.shape[-2], end)[0].copy_(new)
@@ -73,13 +74,13 @@ def test_positions_that_lie_elsewhere_are_copied_first() -> None:
 
 
 def test_long_segments_are_given_no_room() -> None:
-    assert claim_rolling((positions(20),), 30, None) is None
+    assert claim_slots((positions(20),), 30, None) is None
 
 
 def test_tensors_that_differ_do_not_share_a_storage() -> None:
-    assert claim_rolling((positions(20), positions(20)), 1, None) is not None
+    assert claim_slots((positions(20), positions(20)), 1, None) is not None
     for other in (positions(19), positions(20).double(), positions(20).to("meta")):
-        assert claim_rolling((positions(20), other), 1, None) is None
+        assert claim_slots((positions(20), other), 1, None) is None
 
 
 def test_inference_mode_and_what_follows_it_do_not_write_into_each_other() -> None:
@@ -112,7 +113,7 @@ def window_cache(window: int) -> DynamicCache:
 @pytest.mark.parametrize("lengths", [[7, *[1] * 50], [1] * 60, [3, 30, 1, 1, 2, 1, 9, 1, 1]])
 def test_rolling_windows_equal_the_layer_of_the_library_and_leave_its_attributes_alone(lengths: list[int]) -> None:
     caches = [window_cache(12), window_cache(12)]
-    updates = [caches[0].update, RollingWindows(caches[1]).update]
+    updates = [caches[0].update, BufferedWindows(caches[1]).update]
     for step, length in enumerate(lengths):
         new = positions(length, seed=step), positions(length, seed=-step)
         expected, actual = (update(*new, 0) for update in updates)
@@ -125,18 +126,18 @@ def test_rolling_windows_equal_the_layer_of_the_library_and_leave_its_attributes
         if step == 6:
             for cache in caches:
                 cache.reorder_cache(torch.tensor([1, 0]))
-    assert caches[1].layers[0] in window_storages
+    assert caches[1].layers[0] in window_buffers
 
 
 def test_a_layer_that_keeps_more_than_its_window_is_left_to_the_library() -> None:
     caches = [window_cache(4), window_cache(4)]
-    updates = [caches[0].update, RollingWindows(caches[1]).update]
+    updates = [caches[0].update, BufferedWindows(caches[1]).update]
     for cache in caches:
         cache.layers[0].activate_past_recording()
     for step in range(7):
         for update in updates:
             update(positions(1, seed=step), positions(1, seed=-step), 0)
-    assert caches[1].layers[0] not in window_storages
+    assert caches[1].layers[0] not in window_buffers
     for cache in caches:
         cache.layers[0].crop(-3)
     assert torch.equal(caches[1].layers[0].keys, caches[0].layers[0].keys)
@@ -145,7 +146,7 @@ def test_a_layer_that_keeps_more_than_its_window_is_left_to_the_library() -> Non
 
 def test_a_storage_goes_with_its_layer() -> None:
     cache = window_cache(12)
-    windows = RollingWindows(cache)
+    windows = BufferedWindows(cache)
     for step in range(3):
         windows.update(positions(1, seed=step), positions(1, seed=step), 0)
     layer = weakref.ref(cache.layers[0])
@@ -154,7 +155,7 @@ def test_a_storage_goes_with_its_layer() -> None:
 
 
 def test_keys_that_need_a_gradient_keep_it() -> None:
-    windows = RollingWindows(window_cache(12))
+    windows = BufferedWindows(window_cache(12))
     new: list[Any] = [positions(1, seed=step).requires_grad_() for step in range(3)]
     for state in new:
         keys, _ = windows.update(state, state, 0)
@@ -163,7 +164,7 @@ def test_keys_that_need_a_gradient_keep_it() -> None:
 
 
 def test_a_storage_refuses_what_has_no_room() -> None:
-    storage = RollingStorage([positions(4)], 6)
+    storage = KeyValueBuffer([positions(4)], 6)
     stored = storage.views(0, 4)[0]
     assert storage.claim(stored, 3) is None
     assert storage.claim(stored, 2) is not None

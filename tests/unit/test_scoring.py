@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_txl import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLModel
-from hf_txl.conversion.slow_model import SlowTransfoXL
+from hf_txl.reference.transformer_xl import SlowTransfoXL
 from hf_txl.scoring import (
     classify_documents,
     embed_documents,
@@ -214,8 +214,8 @@ def test_tokens_read_again_enter_the_memory_once(ext_len: int) -> None:
         ({"token_ids": range(7), "segment_length": 3, "batch_size": 0}, "`batch_size`"),
         ({"token_ids": range(7), "segment_length": 3, "ext_len": -1}, "`ext_len`"),
         ({"token_ids": [1, 2, 29], "segment_length": 3}, "`token_ids` .* 0 and 28 .* has 29 at position 2"),
-        ({"token_ids": [1.0, 2.0], "segment_length": 3}, "`token_ids` must be a list of token ids"),
-        ({"token_ids": [[1, 2]], "segment_length": 3}, "`token_ids` must be a list of token ids"),
+        ({"token_ids": [1.0, 2.0], "segment_length": 3}, "`token_ids` must hold integers"),
+        ({"token_ids": [[1, 2]], "segment_length": 3}, "`token_ids` must have one dimension, time"),
     ],
 )
 def test_impossible_streams_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -303,7 +303,7 @@ def test_empty_sequences_score_zero(mode: str) -> None:
         (lambda model: score_sequences(model, [[1], [2, 3, 77]]), r"`sequences\[1\]` .* has 77 at position 2"),
         (lambda model: score_sequences(model, [[1]], context=[-1]), r"`context` .* has -1 at position 0"),
         (lambda model: score_sequences(model, [[1]], bos_token_id=29), r"`bos_token_id` .* has 29"),
-        (lambda model: score_sequences(model, [[0.5]]), r"`sequences\[0\]` must be a list of token ids"),
+        (lambda model: score_sequences(model, [[0.5]]), r"`sequences\[0\]` must hold integers"),
         (lambda model: score_continuations(model, [1], [[2], [29]]), r"`continuations\[1\]` .* \(`vocab_size` 29\)"),
         (lambda model: score_continuations(model, [30], [[2]]), r"`context_ids` .* has 30"),
         (lambda model: score_continuations(model, [], [[2]]), "`context_ids` must hold at least one token"),

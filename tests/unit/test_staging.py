@@ -103,14 +103,14 @@ def test_a_place_that_cannot_be_written_to_is_known_before_any_work(
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError, match="must be in a folder, but .*file is a file"):
         check_writable(tmp_path / "file" / "a" / "out", CHECK)
-    with pytest.raises(FileExistsError, match="must be a folder, but .* is none"):
+    with pytest.raises(FileExistsError, match="must be a folder, but .* is not one"):
         check_writable(tmp_path / "file", FORCE)
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(FileExistsError, match="must be a folder, but .* is none"):
+    with pytest.raises(FileExistsError, match="must be a folder, but .* is not one"):
         check_writable(tmp_path / "link", FORCE)
     # root may write anywhere
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path or mode != os.W_OK | os.X_OK)
-    with pytest.raises(PermissionError, match=f"{tmp_path} cannot"):
+    with pytest.raises(PermissionError, match=f"{tmp_path} is not"):
         check_writable(tmp_path / "a" / "b", CHECK)
 
 

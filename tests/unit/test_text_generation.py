@@ -132,7 +132,7 @@ def test_pieces_are_the_text(model: TransfoXLForCausalLM, tokenizer: TransfoXLTo
 def test_a_seed_gives_the_same_text_and_another_one_another(
     model: TransfoXLForCausalLM, tokenizer: TransfoXLTokenizer
 ) -> None:
-    """C76, a public issue's id: the recipe with a context, top-k and temperature is `generate_text`."""
+    """C76: the recipe with a context, top-k and temperature is `generate_text`."""
     texts = [generate_text(model, tokenizer, "it", seed=seed, max_new_tokens=30).text for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 

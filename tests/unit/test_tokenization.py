@@ -427,6 +427,7 @@ print(json.dumps(result))
 """
 
 
+@pytest.mark.full
 def test_files_give_the_same_ids_in_a_process_without_this_package(tmp_path: Path) -> None:
     tokenizers = {mode: saved(tmp_path / mode, mode) for mode in MODES}
     command = [sys.executable, "-c", READ_ELSEWHERE, str(tmp_path), TEXT, *MODES]
@@ -579,7 +580,7 @@ def test_a_vocabulary_needs_no_token_for_unknown_symbols(content: str, tmp_path:
     if "<unk>" in content:
         assert tokenizer("zebra").input_ids == [tokenizer.unk_token_id]
     else:
-        assert "text with one is an error" in result.output
+        assert "text with one raises an error" in result.output
         with pytest.raises(ValueError, match="'zebra', which is not in the vocabulary"):
             tokenizer("zebra")
 

@@ -15,15 +15,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-# H heads   Q queries of one segment   K = memory + Q keys   V vocabulary
+from .weights import NamedWeights
+
+# H heads   Q queries of one segment   K = memory + Q keys   D head size   V vocabulary
 
 IGNORED = -100
+Scorer = Callable[[int, torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""The score of a query (D,) and a key (D,): called with head, query, key and distance."""
 
 
 @dataclass
@@ -85,89 +89,18 @@ class SlowMemory:
         return torch.stack(vectors) if vectors else torch.zeros(0, self.d_model, dtype=torch.float64)
 
 
-class SlowTransfoXL:
+class SlowTransfoXL(NamedWeights):
     """Transformer-XL by loops over queries and keys.
 
+    Another attention kind overrides `project`, `scorer` or `value`.
+
     Args:
-        config: an object with the fields of `TransfoXLConfig`.
-        state_dict: weights under their published names. A tied tensor may be given under both names or only under the
-            name it is tied to. Tensors that are float64 already are used as they are, so they may require gradients.
+        config, state_dict: as for `NamedWeights`.
     """
 
     def __init__(self, config: Any, state_dict: Mapping[str, torch.Tensor]) -> None:
-        self.config = config
-        self.weights = {name: tensor.double() for name, tensor in state_dict.items()}
-        self.cutoffs: list[int] = list(config.cutoffs or [])
-        self.bounds: list[int] = [0, *self.cutoffs, config.vocab_size]
-        self.num_clusters = len(self.cutoffs)
-        self.shortlist_size = self.bounds[1]
+        super().__init__(config, state_dict)
         self._sinusoids: dict[int, torch.Tensor] = {}
-
-    # ---- weights -------------------------------------------------------------------------------------------------
-
-    def weight(self, name: str, tied_to: str | None = None) -> torch.Tensor:
-        """The tensor of this name; without it, the one it is tied to. Both given: they must agree."""
-        if tied_to is None:
-            return self.weights[name]
-        if name not in self.weights:
-            return self.weights[tied_to]
-        if tied_to in self.weights and not torch.equal(self.weights[name], self.weights[tied_to]):
-            raise ValueError(f"`{name}` is tied to `{tied_to}` by the configuration, but their values differ.")
-        return self.weights[name]
-
-    def layer_weight(self, layer: int, name: str) -> torch.Tensor:
-        return self.weights[f"transformer.layers.{layer}.{name}"]
-
-    def bias_vector(self, layer: int, name: str) -> torch.Tensor:
-        """`r_w_bias` (u of the paper) or `r_r_bias` (v), (H, d_head): one pair per layer, or one for all."""
-        if self.config.untie_r:
-            return self.layer_weight(layer, f"dec_attn.{name}")
-        return self.weights[f"transformer.{name}"]
-
-    def cluster_width(self, cluster: int) -> int:
-        return int(self.config.d_embed // self.config.div_val**cluster)
-
-    def has_projection(self, cluster: int) -> bool:
-        if self.config.div_val == 1:
-            return bool(self.config.d_embed != self.config.d_model)
-        return bool(self.config.proj_same_dim or self.cluster_width(cluster) != self.config.d_model)
-
-    def projection_is_tied(self, cluster: int) -> bool:
-        tie_projs = self.config.tie_projs
-        if tie_projs is None:
-            return self.config.proj_share_all_but_first and cluster > 0
-        return cluster < len(tie_projs) and tie_projs[cluster]
-
-    def embedding_table(self, cluster: int) -> torch.Tensor:
-        """(words of the cluster, width)"""
-        if self.config.div_val == 1:
-            table = self.weights["transformer.word_emb.emb_layers.0.weight"]
-            return table[self.bounds[cluster] : self.bounds[cluster + 1]]
-        return self.weights[f"transformer.word_emb.emb_layers.{cluster}.weight"]
-
-    def embedding_projection(self, cluster: int) -> torch.Tensor | None:
-        """(d_model, width), or None"""
-        if not self.has_projection(cluster):
-            return None
-        return self.weights[f"transformer.word_emb.emb_projs.{0 if self.config.div_val == 1 else cluster}"]
-
-    def softmax_table(self, cluster: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weight (words of the cluster, width) and bias of one cluster's output layer."""
-        index = 0 if self.config.div_val == 1 else cluster
-        source = f"transformer.word_emb.emb_layers.{index}.weight" if self.config.tie_word_embeddings else None
-        table = self.weight(f"crit.out_layers.{index}.weight", source)
-        bias = self.weights[f"crit.out_layers.{index}.bias"]
-        if self.config.div_val == 1:
-            words = slice(self.bounds[cluster], self.bounds[cluster + 1])
-            return table[words], bias[words]
-        return table, bias
-
-    def softmax_projection(self, cluster: int) -> torch.Tensor | None:
-        """(d_model, width), or None"""
-        if not self.has_projection(cluster):
-            return None
-        source = f"transformer.word_emb.emb_projs.{0 if self.config.div_val == 1 else cluster}"
-        return self.weight(f"crit.out_projs.{cluster}", source if self.projection_is_tied(cluster) else None)
 
     # ---- layers --------------------------------------------------------------------------------------------------
 
@@ -210,51 +143,74 @@ class SlowTransfoXL:
             return distance < memory.mem_len + 1
         return True
 
-    def attend(
-        self, layer: int, inputs: list[torch.Tensor], memory: SlowMemory, window_rule: bool
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The attention output of each query before the residual sum, and the weights (H, Q, K)."""
-        num_heads, head_size = self.config.n_head, self.config.d_head
-        norm_weight = self.layer_weight(layer, "dec_attn.layer_norm.weight")
-        norm_bias = self.layer_weight(layer, "dec_attn.layer_norm.bias")
-        sources = memory.layers[layer] + inputs
-        if self.config.pre_lnorm:
-            sources = [self.layer_norm(vector, norm_weight, norm_bias) for vector in sources]
+    def normalised(self, layer: int, vector: torch.Tensor) -> torch.Tensor:
+        """The vector itself unless normalisation comes first (`pre_lnorm`)."""
+        return self.attention_norm(layer, vector) if self.config.pre_lnorm else vector
 
-        # each (num_heads * head_size, d_model): queries, then keys, then values
+    def attention_norm(self, layer: int, vector: torch.Tensor) -> torch.Tensor:
+        weight = self.layer_weight(layer, "dec_attn.layer_norm.weight")
+        return self.layer_norm(vector, weight, self.layer_weight(layer, "dec_attn.layer_norm.bias"))
+
+    def project(
+        self, layer: int, sources: list[torch.Tensor], memory_length: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Queries (H, D) of the segment, and keys and values (H, D) of all sources, memory first."""
+        shape = (self.config.n_head, self.config.d_head)
+        # each (H * D, d_model): queries, then keys, then values
         query_weight, key_weight, value_weight = self.layer_weight(layer, "dec_attn.qkv_net.weight").chunk(3)
-        memory_length = len(memory.layers[layer])
-        queries = [(query_weight @ vector).view(num_heads, head_size) for vector in sources[memory_length:]]
-        keys = [(key_weight @ vector).view(num_heads, head_size) for vector in sources]
-        values = [(value_weight @ vector).view(num_heads, head_size) for vector in sources]
+        sources = [self.normalised(layer, vector) for vector in sources]
+        queries = [(query_weight @ vector).view(shape) for vector in sources[memory_length:]]
+        keys = [(key_weight @ vector).view(shape) for vector in sources]
+        values = [(value_weight @ vector).view(shape) for vector in sources]
+        return queries, keys, values
+
+    def scorer(self, layer: int, num_distances: int, clamp_len: int) -> Scorer:
+        """What enters the softmax for one head's query (D,) and key (D,) at a distance below `num_distances`."""
+        shape = (self.config.n_head, self.config.d_head)
         relative_weight = self.layer_weight(layer, "dec_attn.r_net.weight")
         relative_keys = [
-            (relative_weight @ self.sinusoid(distance, memory.clamp_len)).view(num_heads, head_size)
-            for distance in range(len(sources))
+            (relative_weight @ self.sinusoid(distance, clamp_len)).view(shape) for distance in range(num_distances)
         ]
         content_query_bias = self.bias_vector(layer, "r_w_bias")
         position_query_bias = self.bias_vector(layer, "r_r_bias")
 
+        def score(head: int, query: torch.Tensor, key: torch.Tensor, distance: int) -> torch.Tensor:
+            relative_key = relative_keys[distance][head]
+            a = query.dot(key)
+            b = query.dot(relative_key)
+            c = content_query_bias[head].dot(key)
+            d = position_query_bias[head].dot(relative_key)
+            return (a + b + c + d) / math.sqrt(self.config.d_head)
+
+        return score
+
+    def value(self, layer: int, value: torch.Tensor, distance: int) -> torch.Tensor:
+        """What a query at this distance takes from a key, (D,)."""
+        return value
+
+    def attend(
+        self, layer: int, inputs: list[torch.Tensor], memory: SlowMemory, window_rule: bool
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The attention output of each query before the residual sum, and the weights (H, Q, K)."""
+        sources = memory.layers[layer] + inputs
+        memory_length = len(memory.layers[layer])
+        queries, keys, values = self.project(layer, sources, memory_length)
+        score = self.scorer(layer, len(sources), memory.clamp_len)
+        output_weight = self.layer_weight(layer, "dec_attn.o_net.weight")
         outputs, weights = [], []
-        for i, query in enumerate(queries):
-            visible = [j for j in range(len(sources)) if self.is_visible(memory_length + i - j, memory, window_rule)]
+        for i, query in enumerate(queries, start=memory_length):
+            visible = [j for j in range(len(sources)) if self.is_visible(i - j, memory, window_rule)]
             heads, rows = [], []
-            for head in range(num_heads):
-                scores = []
-                for j in visible:
-                    key, relative_key = keys[j][head], relative_keys[memory_length + i - j][head]
-                    a = query[head].dot(key)
-                    b = query[head].dot(relative_key)
-                    c = content_query_bias[head].dot(key)
-                    d = position_query_bias[head].dot(relative_key)
-                    scores.append((a + b + c + d) / math.sqrt(head_size))
+            for head in range(self.config.n_head):
+                scores = [score(head, query[head], keys[j][head], i - j) for j in visible]
                 exponentials = torch.exp(torch.stack(scores) - max(scores).detach())
                 probabilities = exponentials / exponentials.sum()
-                heads.append(sum(p * values[j][head] for p, j in zip(probabilities, visible, strict=True)))
+                taken = [self.value(layer, values[j][head], i - j) for j in visible]
+                heads.append(sum(p * vector for p, vector in zip(probabilities, taken, strict=True)))
                 row = torch.zeros(len(sources), dtype=torch.float64)
                 row[visible] = probabilities.detach()
                 rows.append(row)
-            outputs.append(self.layer_weight(layer, "dec_attn.o_net.weight") @ torch.cat(heads))
+            outputs.append(output_weight @ torch.cat(heads))
             weights.append(torch.stack(rows))
         # Q x (H, K) -> (H, Q, K)
         return outputs, torch.stack(weights, dim=1)
@@ -269,19 +225,24 @@ class SlowTransfoXL:
         result = vector + inner + self.layer_weight(layer, "pos_ff.CoreNet.3.bias")
         return result if self.config.pre_lnorm else self.layer_norm(result, norm_weight, norm_bias)
 
+    def layer_inputs(
+        self, layer: int, vectors: list[torch.Tensor], memory: SlowMemory
+    ) -> tuple[list[torch.Tensor], SlowMemory]:
+        """What a layer reads of the segment and of the memory; kinds with absolute positions add them here."""
+        return vectors, memory.branch()
+
     def read_vectors(
         self, vectors: list[torch.Tensor], memory: SlowMemory, window_rule: bool = False
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """All layers over the input vectors of one row; the memory advances."""
         hidden_states, attentions = [torch.stack(vectors)], []
         for layer in range(self.config.n_layer):
-            attended, weights = self.attend(layer, vectors, memory, window_rule)
+            inputs, seen = self.layer_inputs(layer, vectors, memory)
             memory.write(layer, vectors)
-            sums = [vector + output for vector, output in zip(vectors, attended, strict=True)]
+            attended, weights = self.attend(layer, inputs, seen, window_rule)
+            sums = [vector + output for vector, output in zip(inputs, attended, strict=True)]
             if not self.config.pre_lnorm:
-                norm_weight = self.layer_weight(layer, "dec_attn.layer_norm.weight")
-                norm_bias = self.layer_weight(layer, "dec_attn.layer_norm.bias")
-                sums = [self.layer_norm(vector, norm_weight, norm_bias) for vector in sums]
+                sums = [self.attention_norm(layer, vector) for vector in sums]
             vectors = [self.feed_forward(layer, vector) for vector in sums]
             hidden_states.append(torch.stack(vectors))
             attentions.append(weights)
@@ -356,13 +317,13 @@ class SlowTransfoXL:
     def scores(self, rows: list[RowOutput], width: int) -> torch.Tensor:
         """Log-probabilities (batch, width, V) with zeros at pads."""
         zeros = torch.zeros(self.config.vocab_size, dtype=torch.float64)
-        return torch.stack([torch.stack(self._scatter(row, width, zeros)) for row in rows])
-
-    def _scatter(self, row: RowOutput, width: int, zeros: torch.Tensor) -> list[torch.Tensor]:
-        columns = [zeros] * width
-        for index, time in enumerate(row.positions):
-            columns[time] = self.log_probabilities(row.hidden_states[-1][index])
-        return columns
+        result = []
+        for row in rows:
+            columns = [zeros] * width
+            for index, time in enumerate(row.positions):
+                columns[time] = self.log_probabilities(row.hidden_states[-1][index])
+            result.append(torch.stack(columns))
+        return torch.stack(result)
 
     def losses(self, rows: list[RowOutput], targets: torch.Tensor) -> torch.Tensor:
         """-log p(targets[b, t] | what row b read up to t), 0 where the target is -100 or the input a pad."""
