@@ -63,13 +63,14 @@ class LibrarySegment(Segment):
         """Refuse a mask of the segment alone, or none, behind positions that were masked: they would become real."""
         total = self.cached_length + self.query_length
         covers = attention_mask is not None and attention_mask.shape[1] == total
-        if getattr(self.cache, "has_pads", False) and self.cached_length and not covers:
+        has_pads = getattr(self.cache, "has_pads", False)
+        if has_pads and self.cached_length and not covers:
             given = "None" if attention_mask is None else f"of shape {list(attention_mask.shape)}"
             raise ValueError(
                 f"`attention_mask` must cover the cached positions too, [{self.batch_size}, {total}], but is {given}: "
                 "earlier calls had pads, which the cache does not mark."
             )
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and (self.mask is not None) != has_pads:
             self.cache.has_pads = self.mask is not None
 
     def _check_room(self) -> None:

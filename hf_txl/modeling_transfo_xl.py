@@ -449,8 +449,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 return Segment(config, inputs_embeds, attention_mask)
             new_cache = new_cache_for(config, inputs_embeds.shape[1])
             segment = Segment(config, inputs_embeds, attention_mask, new_cache, writer_of(new_cache))
-            if not torch.compiler.is_compiling():
-                new_cache.has_pads = segment.mask is not None  # type: ignore[attr-defined]
+            if not torch.compiler.is_compiling() and segment.mask is not None:
+                new_cache.has_pads = True  # type: ignore[attr-defined]
             return segment
         if not hasattr(cache, "get_mask_sizes"):
             raise TypeError(
