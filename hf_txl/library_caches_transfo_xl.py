@@ -32,6 +32,8 @@ class LibrarySegment(Segment):
         self, config: TransfoXLConfig, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, cache: Any
     ):
         super().__init__(config, inputs_embeds, None, cache, writer_of(cache))
+        # read once: attributes of a configuration are slow
+        self.window = config.sliding_window
         self._check_fits()
         self.cached_length = cache.get_seq_length()
         self._check_room()
@@ -42,8 +44,10 @@ class LibrarySegment(Segment):
 
     def _check_pads(self) -> None:
         """Refuse pads among the cached positions of a row that has lost tokens: they occupy slots of the window."""
-        num_evicted = self.cached_length - (self.config.sliding_window - 1)
-        if self.mask is None or (not torch.compiler.is_compiling() and num_evicted <= 0):
+        if self.mask is None:
+            return
+        num_evicted = self.cached_length - (self.window - 1)
+        if not torch.compiler.is_compiling() and num_evicted <= 0:
             return
         index = torch.arange(self.mask.shape[1], device=self.device)
         is_evicted, is_cached = index < num_evicted, index < self.cached_length
@@ -51,7 +55,7 @@ class LibrarySegment(Segment):
         wrong = (lost_tokens & (~self.mask & is_cached & ~is_evicted).any(1)).any()
         message = (
             "`attention_mask` must have no pads after real tokens in a row of which the cache has lost tokens (its "
-            f"window is {self.config.sliding_window} positions), but has some: they occupy slots of the window. Pad "
+            f"window is {self.window} positions), but has some: they occupy slots of the window. Pad "
             "on the left of the whole text, or use a `TransfoXLMemory`, in which pads take no position."
         )
         if torch.compiler.is_compiling():
@@ -78,10 +82,10 @@ class LibrarySegment(Segment):
         if not self.cache.is_compileable or torch.compiler.is_compiling():
             return
         room, total = self.cache.layers[0].max_cache_len, int(self.cached_length) + self.query_length
-        if room < min(total, self.config.sliding_window):
+        if room < min(total, self.window):
             raise ValueError(
-                f"`cache` must have a `max_cache_len` of at least {min(total, self.config.sliding_window)} for a text "
-                f"of {total} tokens and a window of {self.config.sliding_window}, but has {room}."
+                f"`cache` must have a `max_cache_len` of at least {min(total, self.window)} for a text "
+                f"of {total} tokens and a window of {self.window}, but has {room}."
             )
 
     def _check_rule(self) -> None:
@@ -107,10 +111,10 @@ class LibrarySegment(Segment):
                 "A static cache needs `memory_init='empty'`, but `memory_init` is 'zeros': it has no slots for zero "
                 "states. Use a dynamic cache (the default) or a `TransfoXLMemory`."
             )
-        own_window = getattr(layers[0], "sliding_window", config.sliding_window) if layers else config.sliding_window
-        if not self.cache.is_compileable and own_window != config.sliding_window:
+        own_window = getattr(layers[0], "sliding_window", self.window) if layers else self.window
+        if not self.cache.is_compileable and own_window != self.window:
             raise ValueError(
-                f"`cache` must have the window of the model ({config.sliding_window}, from `mem_len` and "
+                f"`cache` must have the window of the model ({self.window}, from `mem_len` and "
                 f"`same_length`), but has {own_window}: make a new cache after a change of the configuration."
             )
         stored = getattr(layers[0], "keys", None) if layers else None
@@ -130,7 +134,7 @@ class LibrarySegment(Segment):
     def layout(self) -> AttentionLayout:
         config, cache = self.config, self.cache
         zero_start = config.memory_init == "zeros"
-        window = config.sliding_window
+        window = self.window
         if isinstance(self.key_value_writer, CompiledWindows):
             # branching on a full window would fix the length in a program
             stored_length = cache.layers[0].keys.shape[2]
