@@ -270,6 +270,8 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         size = resized_size(self.config, new_num_tokens, pad_to_multiple_of)
         if size != self.config.vocab_size:
             resize_vocabulary(self.config, size, self.embeddings, getattr(self, "crit", None), mean_resizing)
+        # as the library's own method leaves it
+        self.vocab_size = size
         return self.get_input_embeddings()
 
 
