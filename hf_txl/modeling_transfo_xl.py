@@ -41,8 +41,8 @@ from .legacy_names_transfo_xl import (
     refuse_arguments,
 )
 from .library_caches_transfo_xl import LibrarySegment, new_cache_for, writer_of
-from .memory_segment_transfo_xl import MemorySegment
 from .memory_transfo_xl import TransfoXLMemory
+from .memory_update_transfo_xl import MemorySegment
 from .outputs_transfo_xl import (
     CACHE_NAME,
     TransfoXLCausalLMOutput,
