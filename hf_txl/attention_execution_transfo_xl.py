@@ -14,9 +14,9 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .autograd_transfo_xl import first_order_only
-from .key_values_transfo_xl import Prefix, ZeroPrefix
 from .layout_transfo_xl import AttentionLayout
 from .positions_transfo_xl import PositionTable, align_relative_scores, scores_by_distance
+from .shared_prefix_transfo_xl import Prefix, ZeroPrefix
 
 # B batch   H heads   Q queries (one segment)   K keys: zero states, then stored ones, then the segment's
 # T keys outside a prefix   D head size   N = K + Q relative keys

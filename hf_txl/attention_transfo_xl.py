@@ -15,7 +15,6 @@ from torch import nn
 
 from .attention_execution_transfo_xl import AttentionInputs, attend
 from .configuration_transfo_xl import TransfoXLConfig
-from .key_values_transfo_xl import KeyValuePrefix, Prefix, ZeroPrefix
 from .layout_transfo_xl import AttentionLayout, distance_mask, mask_keys
 from .positions_transfo_xl import (
     PositionTable,
@@ -24,6 +23,7 @@ from .positions_transfo_xl import (
     scores_by_distance,
     spread_relative_probabilities,
 )
+from .shared_prefix_transfo_xl import KeyValuePrefix, Prefix, ZeroPrefix
 from .weights_transfo_xl import is_plain
 
 # B batch   H heads   Q queries (one segment)   K keys: zero states, then stored ones, then the segment's

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .configuration_transfo_xl import TransfoXLConfig
-from .key_values_transfo_xl import KeyValueBuffer, check_keys, claim_slots, newest_positions
+from .key_value_buffer_transfo_xl import KeyValueBuffer, check_keys, claim_slots, newest_positions
 from .layout_transfo_xl import AttentionLayout
 from .segment_transfo_xl import Segment
 

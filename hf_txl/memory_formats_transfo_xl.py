@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
 from .configuration_transfo_xl import TransfoXLConfig
-from .key_values_transfo_xl import newest_positions
+from .key_value_buffer_transfo_xl import newest_positions
 from .memory_rows_transfo_xl import MemoryRows
 
 SETTINGS = ("mem_len", "clamp_len", "same_length", "same_length_includes_oldest", "memory_init", "stores")

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers.cache_utils import CacheLayerMixin
 
-from .key_values_transfo_xl import KeyValueBuffer, KeyValuePrefix
+from .key_value_buffer_transfo_xl import KeyValueBuffer
+from .shared_prefix_transfo_xl import KeyValuePrefix, equal_groups
 
 # B batch   S stored positions   H heads   D head size
 
@@ -180,11 +181,10 @@ class MemoryRows:
             return False
         # the prefixes shared so far; a row without one becomes a prefix as a whole
         common = [layer.prefix or KeyValuePrefix(**layer.tensors, rows_each=1) for layer in self.layers]
-        groups, counts = (index // common[0].rows_each).unique_consecutive(return_counts=True)
-        rows_each = len(index) // max(1, len(groups))
-        if rows_each < 2 or (counts != rows_each).any():
+        shared = equal_groups(index // common[0].rows_each)
+        if shared is None:
             return False
-
+        groups, rows_each = shared
         is_all = torch.equal(groups, torch.arange(len(common[0].keys), device=groups.device))
         for layer, prefix in zip(self.layers, common, strict=True):
             own = layer.tensors

@@ -41,8 +41,8 @@ from .legacy_names_transfo_xl import (
     refuse_arguments,
 )
 from .library_caches_transfo_xl import LibrarySegment, new_cache_for, writer_of
-from .memory_segment_transfo_xl import MemorySegment
 from .memory_transfo_xl import TransfoXLMemory
+from .memory_update_transfo_xl import MemorySegment
 from .outputs_transfo_xl import (
     CACHE_NAME,
     TransfoXLCausalLMOutput,
@@ -391,6 +391,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         hidden_states = self.drop(inputs_embeds)
         all_hidden_states = [hidden_states]
         attentions: list[Any] = []
+        writer = segment.key_value_writer
         layer: Any
         for layer_idx, layer in enumerate(self.layers):
             memory_states = segment.memory_states(layer_idx, hidden_states)
@@ -399,7 +400,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 layout,
                 table,
                 memory_states,
-                segment.key_value_writer,
+                writer,
                 segment.shared_prefix(layer_idx),
                 biases,
                 output_attentions,

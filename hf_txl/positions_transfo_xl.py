@@ -204,7 +204,9 @@ def align_relative_scores(scores: torch.Tensor, key_length: int) -> torch.Tensor
 
 
 def scores_by_distance(query: torch.Tensor, relative_keys: torch.Tensor, layout: AttentionLayout) -> torch.Tensor:
-    """Scores of queries for every distance, `-inf` beyond the window and for future keys.
+    """Scores of queries for every distance, `-inf` beyond the window and, for several queries, for future keys.
+
+    The alignment drops the future key of a single query.
 
     Args:
         query (`torch.Tensor` of shape `(H, any number, D)`): Scaled queries of any batch rows.
@@ -219,9 +221,10 @@ def scores_by_distance(query: torch.Tensor, relative_keys: torch.Tensor, layout:
     # masked distances are at the two ends: filling them is cheaper than adding a mask
     scores = torch.bmm(query, relative_keys)
     num_beyond = 0 if layout.window is None else max(0, layout.key_length - layout.window)
-    for hidden in (scores[..., :num_beyond], scores[..., layout.key_length :]):
-        if hidden.shape[-1]:
-            hidden.fill_(float("-inf"))
+    if num_beyond:
+        scores[..., :num_beyond].fill_(float("-inf"))
+    if layout.query_length > 1:
+        scores[..., layout.key_length :].fill_(float("-inf"))
     return scores
 
 

@@ -1,6 +1,6 @@
 """State of one call of a model: its mask, the layout of queries and keys, and its position table.
 
-`Segment` is a call without a memory or cache; subclasses in `memory_segment_transfo_xl.py` and
+`Segment` is a call without a memory or cache; subclasses in `memory_update_transfo_xl.py` and
 `library_caches_transfo_xl.py` continue one.
 """
 
@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from .configuration_transfo_xl import TransfoXLConfig, segment_window
-from .key_values_transfo_xl import KeyValuePrefix
 from .layout_transfo_xl import AttentionLayout
 from .positions_transfo_xl import PositionTable, grow_table, sinusoid_embeddings
+from .shared_prefix_transfo_xl import KeyValuePrefix
 
 # B batch   S stored positions   Q positions of the segment   K keys
 

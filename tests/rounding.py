@@ -34,10 +34,11 @@ ROUNDED = {
     "_scaled_dot_product_flash_attention_for_cpu",
     "_softmax",
 }
+SIGNS = torch.tensor([-1, 1, 0, 0, 0, 0, 0, 0])
 
 
 class RoundsByShape(TorchDispatchMode):
-    """While it is entered, each result of these operations is off by -1, 0 or 1 unit in the last place, by shape."""
+    """While it is entered, results of these operations are off by -1, 0 or 1 unit in the last place, by shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +60,9 @@ class RoundsByShape(TorchDispatchMode):
         key = (name, shapes, tuple(result.shape), str(result.dtype))
         if key not in self.factors:
             generator = torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
-            signs = torch.randint(-1, 2, result.shape, generator=generator)
+            # a quarter of the values differ: two kernels agree on most, and the tolerances of the recordings are those
+            # of two correct programs, not of one that is wrong in the last place everywhere
+            signs = SIGNS[torch.randint(0, len(SIGNS), result.shape, generator=generator)]
             self.factors[key] = (1 + signs.double() * torch.finfo(result.dtype).eps).to(result.dtype)
         return self.factors[key]
 

@@ -14,8 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_txl import TransfoXLMemory, attention_execution_transfo_xl
 from hf_txl.attention_execution_transfo_xl import eager_attention
-from hf_txl.key_values_transfo_xl import KeyValuePrefix
 from hf_txl.scoring import score_continuations
+from hf_txl.shared_prefix_transfo_xl import KeyValuePrefix
 from tests.helpers import assert_close
 from tests.model.test_kinds import RELATIVE
 from tests.model.test_kinds import make_model as make_model_of_kind

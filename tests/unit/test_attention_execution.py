@@ -19,9 +19,9 @@ from hf_txl.attention_execution_transfo_xl import (
     choose_way,
 )
 from hf_txl.attention_transfo_xl import ATTENTION_CLASSES
-from hf_txl.key_values_transfo_xl import KeyValuePrefix, Prefix, ZeroPrefix
 from hf_txl.layout_transfo_xl import AttentionLayout
 from hf_txl.positions_transfo_xl import PositionTable, sinusoid_embeddings
+from hf_txl.shared_prefix_transfo_xl import KeyValuePrefix, Prefix, ZeroPrefix
 from tests.helpers import assert_close
 
 HEADS, WIDTH, HEAD_SIZE = 2, 12, 5

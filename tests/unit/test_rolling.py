@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_txl import TransfoXLConfig
-from hf_txl.key_values_transfo_xl import KeyValueBuffer, claim_slots
+from hf_txl.key_value_buffer_transfo_xl import KeyValueBuffer, claim_slots
 from hf_txl.library_caches_transfo_xl import BufferedWindows, window_buffers
 
 # B batch   H heads   S stored positions   D head size

@@ -1,121 +1,36 @@
-"""Storage of keys and values: a buffer with free slots, a prefix that batch rows share, a prefix of zero states.
+"""Keys and values that batch rows share: stored and read once, however many rows continue them.
 
-New positions are appended to a buffer without copying the stored ones. A prefix precedes the keys and values of the
-batch rows themselves: those of a text that several rows continue (beams, samples, hypotheses of an n-best list), or
-the zero states before a text. It is stored and read once for all of its rows: attention calls `scores` and then `read`
-with the probabilities; only `materialize` copies it for each row.
+A prefix precedes the keys and values of the rows themselves. It holds a text that several rows continue (beams,
+samples, hypotheses of an n-best list) or the zero states before a text. Attention calls `scores` and then `read` with
+the probabilities; only `materialize` copies a prefix for each row.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+
+from .key_value_buffer_transfo_xl import newest_positions
 
 # B batch = G groups of R consecutive rows   H heads   S prefix positions   Q queries of a row   T its own positions
 # D head size
 # Time is the second to last dimension throughout.
 
-# free slots of a new buffer: one per `SPARE_SHARE` positions, at least `SPARE_LEAST`; all positions are copied once
-# per as many tokens as there are free slots
-SPARE_SHARE, SPARE_LEAST = 4, 16
 
-claiming = threading.Lock()
-
-
-class KeyValueBuffer:
-    """Tensors of equal shape with free slots behind the positions written so far.
-
-    Each slot is written once, so views of written slots stay valid. Of several branches whose positions end at the
-    last written slot, the first to append claims the next slots; the others start a buffer of their own.
+def equal_groups(index: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """The groups that rows fall into, `(G,)`, and the number R of consecutive rows in each.
 
     Args:
-        stored (sequence of `torch.Tensor` of shape `(…, stored_length, width)`): The first positions, copied.
-        capacity (`int`): Number of slots.
-    """
-
-    def __init__(self, stored: Sequence[torch.Tensor], capacity: int):
-        like = stored[0]
-        self.tensor = like.new_empty(len(stored), *like.shape[:-2], capacity, like.shape[-1])
-        self.written = like.shape[-2]
-        for part, positions in zip(self.tensor, stored, strict=True):
-            part.narrow(-2, 0, self.written).copy_(positions)
-
-    def claim(self, stored: torch.Tensor, length: int) -> tuple["KeyValueBuffer", int, int] | None:
-        """Claim slots for new positions behind the stored ones.
-
-        Args:
-            stored (`torch.Tensor`): The stored positions of the first tensor.
-            length (`int`): Number of new positions.
-
-        Returns:
-            This buffer, the first slot of the stored positions and the end of the new ones; `None` if `stored` is not
-            a view of the buffer, or the slots behind it are taken or too few.
-        """
-        tensor = self.tensor
-        if (
-            stored.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
-            or stored.stride() != tensor.stride()[1:]
-            or tensor.is_inference() != torch.is_inference_mode_enabled()
-        ):
-            return None
-        first = stored.storage_offset() // tensor.stride(-2)
-        end = first + stored.shape[-2]
-        with claiming:
-            if end != self.written or end + length > tensor.shape[-2]:
-                return None
-            self.written += length
-        return self, first, end + length
-
-    def views(self, first: int, end: int) -> tuple[torch.Tensor, ...]:
-        """These slots of each tensor, `(…, end - first, width)`."""
-        return self.tensor.narrow(-2, first, end - first).unbind(0)
-
-
-def claim_slots(
-    stored: Sequence[torch.Tensor], length: int, buffer: KeyValueBuffer | None
-) -> tuple[KeyValueBuffer, int, int] | None:
-    """Claim slots for new positions behind stored ones, in a new buffer if the given one has no room.
-
-    Args:
-        stored (sequence of `torch.Tensor` of shape `(…, stored_length, width)`): Not changed.
-        length (`int`): Number of new positions.
-        buffer (`KeyValueBuffer`, *optional*): The buffer that may hold `stored`.
+        index (`torch.Tensor` of shape `(B,)`): Group of each row.
 
     Returns:
-        The buffer, the first slot of the stored positions and the end of the new ones; `None` for segments so long
-        that a buffer would not pay, and for tensors that differ in shape, dtype or device.
+        `None` if the groups differ in size or have one row each: then rows cannot share a prefix.
     """
-    like = stored[0]
-    if buffer is not None and (claimed := buffer.claim(like, length)) is not None:
-        return claimed
-    stored_length = like.shape[-2]
-    spare = max(stored_length // SPARE_SHARE, SPARE_LEAST)
-    facts = {(tensor.shape, tensor.dtype, tensor.device) for tensor in stored}
-    if 2 * length > spare or len(facts) > 1:
+    groups, counts = index.unique_consecutive(return_counts=True)
+    rows_each = len(index) // max(1, len(groups))
+    if rows_each < 2 or (counts != rows_each).any():
         return None
-    buffer = KeyValueBuffer(stored, stored_length + spare)
-    return buffer.claim(buffer.views(0, stored_length)[0], length)
-
-
-def check_keys(stored: torch.Tensor, new: torch.Tensor) -> None:
-    """Refuse stored keys or values `(B, H, S, D)` of another model, batch size, dtype or device."""
-    if stored.shape[:2] != new.shape[:2] or stored.shape[3] != new.shape[3]:
-        raise ValueError(
-            f"`cache` must hold keys and values of batch size {new.shape[0]} and {new.shape[1]} heads of size "
-            f"{new.shape[3]}, as the model computes, but has batch size {stored.shape[0]} and {stored.shape[1]} heads "
-            f"of size {stored.shape[3]}."
-        )
-    if stored.dtype != new.dtype or stored.device != new.device:
-        raise ValueError(
-            f"`cache` must hold keys and values of dtype {new.dtype} on {new.device}, as the model computes, but they "
-            f"have dtype {stored.dtype} on {stored.device}."
-        )
-
-
-def newest_positions(states: torch.Tensor, length: int) -> torch.Tensor:
-    """The last `length` positions, a view."""
-    return states.narrow(-2, states.shape[-2] - length, length)
+    return groups, rows_each
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,12 +179,4 @@ class Prefix:
         return key, value
 
 
-__all__ = [
-    "KeyValueBuffer",
-    "KeyValuePrefix",
-    "Prefix",
-    "ZeroPrefix",
-    "check_keys",
-    "claim_slots",
-    "newest_positions",
-]
+__all__ = ["KeyValuePrefix", "Prefix", "ZeroPrefix", "equal_groups"]

@@ -1,6 +1,6 @@
-"""State of one call of a model that continues a memory: what layers read from it, and the update after them.
+"""A segment that continues a memory: what layers read from it, and its update to the newest `mem_len` positions.
 
-Follows `_update_mems` of the original PyTorch code, except that pads take no position. The memory is updated after the
+The update follows `_update_mems` of the original PyTorch code, except that pads take no position. The memory is updated after the
 last layer, so a call that fails leaves it unchanged.
 """
 
@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from .configuration_transfo_xl import TransfoXLConfig
-from .key_values_transfo_xl import KeyValuePrefix, check_keys, claim_slots, newest_positions
+from .key_value_buffer_transfo_xl import check_keys, claim_slots, newest_positions
 from .layout_transfo_xl import AttentionLayout
 from .memory_transfo_xl import TransfoXLMemory
 from .segment_transfo_xl import Segment
+from .shared_prefix_transfo_xl import KeyValuePrefix
 
 # B batch   S stored positions   Q positions of the segment   H heads   D head size
 
