@@ -98,11 +98,25 @@ def check_ids(name: str, ids: torch.Tensor, size: int, ignored: int | None = Non
     if ignored is not None:
         wrong = wrong & (ids != ignored)
     also = f" or {ignored}" if ignored is not None else ""
-    must_be = f"`{name}` must be between 0 and {size - 1} (`{bound}` is {size}){also}"
+    refuse_any(
+        wrong,
+        f"`{name}` must be between 0 and {size - 1} (`{bound}` is {size}){also}",
+        lambda: f", but has values from {ids.min().item()} to {ids.max().item()}",
+    )
+
+
+def refuse_any(wrong: torch.Tensor, must_be: str, found: Callable[[], str] = str) -> None:
+    """Raise an error if any element is `True`; a compiled program raises a `RuntimeError` when it runs.
+
+    Args:
+        wrong (`torch.Tensor` of `bool`): Elements that break the rule.
+        must_be (`str`): The rule.
+        found (`Callable`, *optional*): Returns the rest of the message, which may need the values.
+    """
     if torch.compiler.is_compiling():
         torch._assert_async(~wrong.any(), f"{must_be}.")
     elif wrong.any():
-        raise ValueError(f"{must_be}, but has values from {ids.min().item()} to {ids.max().item()}.")
+        raise ValueError(f"{must_be}{found()}.")
 
 
 def check_mask(mask: Any) -> None:
@@ -144,5 +158,6 @@ __all__ = [
     "check_keywords",
     "check_mask",
     "merge_caches",
+    "refuse_any",
     "selected_indices",
 ]

@@ -432,7 +432,7 @@ def find_violations(config: TransfoXLConfig) -> Iterator[Violation]:
     """Every rule that a configuration violates; if derived fields are missing, only these."""
     if missing := [name for name in DERIVED_FIELDS if getattr(config, name) is None]:
         for name in missing:
-            yield f"`{name}` must not be None after construction, which derives it, but is None.", {}
+            yield f"`{name}` must have a value, but is None: it is derived only when the configuration is created.", {}
         return
     yield from size_violations(config)
     yield from vocabulary_violations(config)

@@ -116,12 +116,12 @@ MODEL = {
         )
     },
     "tgt_len": "the length of `input_ids`, which may change from call to call",
-    "pos_emb": "`hf_txl.positions_transfo_xl`: positions are no module and have no weights",
+    "pos_emb": "functions in `hf_txl.positions_transfo_xl`: sinusoids have no weights",
     "r_emb": "`model.layers[i].dec_attn`: each layer has a table",
     "r_bias": "`model.layers[i].dec_attn`: each layer has a table",
     "out_layer": "`model.crit.out_layers`",
     "sampler": "no counterpart: a sampled softmax is not supported",
-    "trainer_compatible": "no counterpart: `loss` always is one number and comes first",
+    "trainer_compatible": "nothing to set: `loss` is always a scalar and the first output",
     "compute_logits": "`model.crit.logits(hidden_states)`",
     "backward_compatible": "no counterpart: a sampled softmax is not supported",
     "prepare_model_inputs_for_generation": "`model.prepare_inputs_for_generation(input_ids, …)`",
@@ -135,7 +135,7 @@ MODEL = {
 FORWARD = {
     "mems": MEMORY,
     "head_mask": "no counterpart: heads cannot be switched off",
-    "target": "`labels=input_ids`, or `shift_labels=` for targets that are shifted already",
+    "target": "`labels=input_ids`, or `shift_labels=` for targets that are already shifted",
     "inputs": "`input_ids=` or `inputs_embeds=`",
     "training": "`model.train()` or `model.eval()`",
 }
@@ -145,7 +145,7 @@ LOADING = {
     "from_tf": CONVERT,
     "from_flax": CONVERT,
 }
-RESIZING = {"layer": "no counterpart: new tokens come at the end, in the last bucket"}
+RESIZING = {"layer": "no counterpart: new tokens are appended to the last bucket"}
 
 # keys and attributes of outputs
 OUTPUT = {
@@ -159,11 +159,11 @@ CONFIGURATION_ARGUMENTS = {
 }
 CONFIGURATION = {
     "adaptive": "`config.cutoffs`, which is empty for a plain softmax",
-    "max_position_embeddings": "no counterpart: a text may have any length, and `config.mem_len` is remembered",
+    "max_position_embeddings": "no counterpart: texts may have any length; `config.mem_len` limits the memory",
     "tgt_len": "the length of `input_ids`, which may change from call to call",
     "tie_weight": "`config.tie_word_embeddings`",
     "torchscript": EXPORT,
-    "trainer_compatible": "no counterpart: `loss` always is one number and comes first",
+    "trainer_compatible": "nothing to set: `loss` is always a scalar and the first output",
 }
 
 # arguments of the constructor of `TransfoXLTokenizer`
@@ -180,7 +180,7 @@ TOKENIZER_ARGUMENTS = {
     "unk_token": "`unk_token=` of `TransfoXLTokenizer.from_vocabulary`",
     "eos_token": "`eos_token=` of `TransfoXLTokenizer.from_vocabulary`",
     "language": "no counterpart: mode `moses` has the rules of English",
-    "normalization": "no counterpart: a mode has its own; see `docs/tokenizers.md`",
+    "normalization": "no counterpart: each mode defines its normalization; see `docs/tokenizers.md`",
     "add_eos": "`line_end=` of `TransfoXLTokenizer.from_vocabulary`",
     "add_double_eos": "`line_start=` and `line_end=` of `TransfoXLTokenizer.from_vocabulary`",
 }

@@ -11,15 +11,16 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from .arguments_transfo_xl import refuse_any
 from .configuration_transfo_xl import TransfoXLConfig
 from .key_value_buffer_transfo_xl import KeyValueBuffer, check_keys, claim_slots, newest_positions
 from .layout_transfo_xl import AttentionLayout
 from .segment_transfo_xl import Segment
 
 TWO_RULES = (
-    "without a cache a position attends to the whole segment before it, with one only to what a memory would hold. "
-    "Pass `cache=DynamicCache(config=model.config)` (`past_key_values` before transformers 5.24) or a "
-    "`TransfoXLMemory` from the first segment on; or use `same_length=True`, where both rules agree"
+    "Without a cache, a position attends to the whole segment before it; with one, to as many positions as a memory "
+    "holds. Pass `cache=DynamicCache(config=model.config)` (`past_key_values` before transformers 5.24) or a "
+    "`TransfoXLMemory` from the first segment on, or set `same_length=True`, which makes the two rules equal"
 )
 
 # B batch   H heads   S stored positions   Q positions of the segment   D head size
@@ -52,30 +53,23 @@ class LibrarySegment(Segment):
         index = torch.arange(self.mask.shape[1], device=self.device)
         is_evicted, is_cached = index < num_evicted, index < self.cached_length
         lost_tokens = (self.mask & is_evicted).any(1)
-        wrong = (lost_tokens & (~self.mask & is_cached & ~is_evicted).any(1)).any()
-        message = (
-            "`attention_mask` must have no pads after real tokens in a row of which the cache has lost tokens (its "
-            f"window is {self.window} positions), but has some: they occupy slots of the window. Pad "
-            "on the left of the whole text, or use a `TransfoXLMemory`, in which pads take no position."
+        refuse_any(
+            lost_tokens & (~self.mask & is_cached & ~is_evicted).any(1),
+            "`attention_mask` must have no pads after real tokens once a row is longer than the window of the cache "
+            f"({self.window} positions), but has some: pads occupy slots of the window. Pad the whole text on the "
+            "left, or use a `TransfoXLMemory`, which stores no pads",
         )
-        if torch.compiler.is_compiling():
-            torch._assert_async(~wrong, message)
-        elif wrong:
-            raise ValueError(message)
 
     def _check_covered(self, attention_mask: torch.Tensor | None) -> None:
         """Refuse a mask of the segment alone, or none, behind positions that were masked: they would become real."""
         total = self.cached_length + self.query_length
         covers = attention_mask is not None and attention_mask.shape[1] == total
-        has_pads = getattr(self.cache, "has_pads", False)
-        if has_pads and self.cached_length and not covers:
+        if getattr(self.cache, "has_pads", False) and self.cached_length and not covers:
             given = "None" if attention_mask is None else f"of shape {list(attention_mask.shape)}"
             raise ValueError(
                 f"`attention_mask` must cover the cached positions too, [{self.batch_size}, {total}], but is {given}: "
-                "earlier calls had pads, which the cache does not mark."
+                "earlier calls had pads, which the cache does not record."
             )
-        if not torch.compiler.is_compiling() and (self.mask is not None) != has_pads:
-            self.cache.has_pads = self.mask is not None
 
     def _check_room(self) -> None:
         """Refuse a static cache that the text outgrows although the window does not: its window would be smaller."""
@@ -96,8 +90,8 @@ class LibrarySegment(Segment):
             self.cache.segment_length = 0
         elif length and not rules_agree(self.config, length):
             raise ValueError(
-                f"`cache` must have been filled by the window rule, which continuing it follows, but a call without a "
-                f"cache has filled it with one segment of {length} positions: {TWO_RULES}."
+                "`cache` must have been filled under the window rule, but was filled under the segment rule, by a "
+                f"call of {length} positions without a cache. {TWO_RULES}."
             )
 
     def _check_fits(self) -> None:
@@ -159,6 +153,16 @@ class LibrarySegment(Segment):
     def has_history(self) -> bool:
         return self.cached_length > 0
 
+    def end(self) -> None:
+        mark_pads(self.cache, self.mask)
+
+
+def mark_pads(cache: Any, mask: torch.Tensor | None) -> None:
+    """Record in a cache whether its positions include pads, which later masks must then cover."""
+    has_pads = mask is not None
+    if not torch.compiler.is_compiling() and has_pads != getattr(cache, "has_pads", False):
+        cache.has_pads = has_pads
+
 
 def new_cache_for(config: TransfoXLConfig, length: int) -> DynamicCache:
     """An empty cache for a segment of this length, which follows the segment rule: `segment_length` records that."""
@@ -166,7 +170,8 @@ def new_cache_for(config: TransfoXLConfig, length: int) -> DynamicCache:
     if torch.compiler.is_exporting() and not rules_agree(config, length):
         # a program returns the tensors of a cache, not its `segment_length`
         raise ValueError(
-            f"`cache` must be given to export a call of {length} positions that returns one, but is None: {TWO_RULES}."
+            f"`cache` must be given where a call of {length} positions that returns one is exported, but is None. "
+            f"{TWO_RULES}."
         )
     cache.segment_length = length  # type: ignore[attr-defined]
     return cache

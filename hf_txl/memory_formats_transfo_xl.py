@@ -100,8 +100,8 @@ def rows_from_state(state: dict[str, Any], num_layers: int) -> MemoryRows:
     names = [sorted(of_layer) for of_layer in tensors]
     if names[0] not in ([], ["hidden_states"], ["keys", "values"]) or names != names[:1] * len(names):
         raise ValueError(
-            "`state` must have `hidden_states`, `keys` and `values`, or nothing, the same for each layer, but its "
-            f"layers have {names}."
+            "`state` must hold the same tensors for each layer (`hidden_states`; or `keys` and `values`; or none), "
+            f"but holds {names}."
         )
     rows = MemoryRows(num_layers)
     rows.shortest = state["progress"]["shortest"]

@@ -209,7 +209,7 @@ class TransfoXLMemory(StreamCache):
         for memory in memories:
             if memory.batch_size is None:
                 raise ValueError(
-                    "`memories` must each have a `batch_size`, but one has none before its first segment."
+                    "`memories` must each have a `batch_size`, but one has None: pass it, or read a segment first."
                 )
             if settings_of(memory) != settings_of(first) or len({memory.storage, first.storage} - {None}) > 1:
                 raise ValueError(
@@ -302,11 +302,9 @@ class TransfoXLMemory(StreamCache):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume the streams of a memory with the same settings; an error names settings that differ."""
         own, given = settings_of(self), state["settings"]
-        different = {name: (value, given.get(name)) for name, value in own.items() if given.get(name) != value}
-        if different:
-            raise ValueError(
-                f"`state` must come from a memory of the same settings, but differs in (here, there): {different}."
-            )
+        if different := [name for name, value in own.items() if given.get(name) != value]:
+            expected, found = ({name: settings.get(name) for name in different} for settings in (own, given))
+            raise ValueError(f"`state` must come from a memory with the settings {expected}, but has {found}.")
         self._set_rows(rows_from_state(state, len(self.layers)), state["progress"]["_batch_size"])
 
 

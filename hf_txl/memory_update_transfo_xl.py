@@ -1,7 +1,7 @@
 """A segment that continues a memory: what layers read from it, and its update to the newest `mem_len` positions.
 
-The update follows `_update_mems` of the original PyTorch code, except that pads take no position. The memory is updated after the
-last layer, so a call that fails leaves it unchanged.
+The update follows `_update_mems` of the original PyTorch code, except that pads take no position. It comes after the
+last layer, so a call that fails leaves the memory unchanged.
 """
 
 from typing import Any

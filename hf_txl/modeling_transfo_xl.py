@@ -40,7 +40,7 @@ from .legacy_names_transfo_xl import (
     attribute_error,
     refuse_arguments,
 )
-from .library_caches_transfo_xl import LibrarySegment, new_cache_for, writer_of
+from .library_caches_transfo_xl import LibrarySegment, mark_pads, new_cache_for, writer_of
 from .memory_transfo_xl import TransfoXLMemory
 from .memory_update_transfo_xl import MemorySegment
 from .outputs_transfo_xl import (
@@ -452,8 +452,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 return Segment(config, inputs_embeds, attention_mask)
             new_cache = new_cache_for(config, inputs_embeds.shape[1])
             segment = Segment(config, inputs_embeds, attention_mask, new_cache, writer_of(new_cache))
-            if not torch.compiler.is_compiling() and segment.mask is not None:
-                new_cache.has_pads = True  # type: ignore[attr-defined]
+            mark_pads(new_cache, segment.mask)
             return segment
         if not hasattr(cache, "get_mask_sizes"):
             raise TypeError(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .arguments_transfo_xl import refuse_any
 from .configuration_transfo_xl import TransfoXLConfig, segment_window
 from .layout_transfo_xl import AttentionLayout
 from .positions_transfo_xl import PositionTable, grow_table, sinusoid_embeddings
@@ -195,15 +196,14 @@ def check_mask_values(attention_mask: torch.Tensor) -> None:
     """Refuse masks with values other than 0 and 1, such as ids of packed texts or additive masks."""
     if attention_mask.dtype == torch.bool or attention_mask.is_meta:
         return
-    wrong = ((attention_mask != 0) & (attention_mask != 1)).any()
-    must_be = "`attention_mask` must hold 1 for real tokens and 0 for pads"
-    if torch.compiler.is_compiling():
-        torch._assert_async(~wrong, f"{must_be}.")
-    elif wrong:
-        raise ValueError(
-            f"{must_be}, but has values from {attention_mask.min().item()} to {attention_mask.max().item()}. Pass "
-            "token ids as `labels=`; give each text of a packed row its own row."
-        )
+    refuse_any(
+        (attention_mask != 0) & (attention_mask != 1),
+        "`attention_mask` must be 1 for real tokens and 0 for pads",
+        lambda: (
+            f", but has values from {attention_mask.min().item()} to {attention_mask.max().item()} (labels are passed "
+            "as `labels=`; each text needs a row of its own)"
+        ),
+    )
 
 
 __all__ = ["Segment"]

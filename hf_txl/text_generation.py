@@ -112,7 +112,7 @@ class GenerationOptions:
             raise ValueError(f"`top_p` must be between 0 and 1, but is {self.top_p}.")
         check_seed(self.seed)
         if self.stop_strings is not None and not all(self.stop_strings):
-            raise ValueError(f"`stop_strings` must be texts that are not empty, but are {self.stop_strings!r}.")
+            raise ValueError(f"`stop_strings` must be non-empty texts, but is {self.stop_strings!r}.")
 
     def sampling(self) -> dict[str, Any]:
         """Arguments of `generate` that choose a token from its probabilities."""

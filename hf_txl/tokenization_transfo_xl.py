@@ -410,8 +410,8 @@ class TransfoXLTokenizer(FormerNames):
                 raise
             unknown = self._unknown_symbol([text] if isinstance(text, str) else text)
             raise ValueError(
-                f"The text has the symbol {unknown!r}, which is not in the vocabulary, and neither is a token for "
-                "unknown symbols."
+                f"`text` must consist of symbols of the vocabulary, but has {unknown!r}, and the vocabulary has no "
+                "unknown token."
             ) from error
 
     def _unknown_symbol(self, texts: Iterable[str]) -> str | None:

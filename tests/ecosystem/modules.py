@@ -140,10 +140,12 @@ def read_all(model: Any) -> dict[str, torch.Tensor]:
     return results
 
 
-def assert_all_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], about: str = "") -> None:
+def assert_all_close(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], about: str = "", **tolerance: float
+) -> None:
     assert actual.keys() == expected.keys()
     for key, value in expected.items():
-        assert_close(f"{about} {key}", actual[key], value, **EQUAL)
+        assert_close(f"{about} {key}", actual[key], value, **(tolerance or EQUAL))
 
 
 def untied(model: Any) -> Any:

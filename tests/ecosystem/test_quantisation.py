@@ -110,7 +110,8 @@ def test_weight_only_is_the_model_of_its_weights(name: str) -> None:
                 value = getattr(model.get_submodule(key), parameter_name)
                 is_packed = type(value) is not nn.Parameter
                 parameter.copy_(value.dequantize() if is_packed else value)
-    assert_all_close(read_all(model), read_all(expected))
+    # scaled after the product, not before
+    assert_all_close(read_all(model), read_all(expected), atol=3e-4)
 
 
 @names

@@ -295,5 +295,5 @@ def test_a_trainer_that_packs_stops_before_the_first_step(tmp_path: Path) -> Non
 def test_masks_that_number_texts_or_are_added_to_scores_are_refused(state: str, mask: list[Any]) -> None:
     model = make_model()
     caches = {"none": None, "library": DynamicCache(config=model.config), "memory": TransfoXLMemory(model.config)}
-    with pytest.raises(ValueError, match="`attention_mask` must hold 1 for real tokens and 0 for pads"):
+    with pytest.raises(ValueError, match="`attention_mask` must be 1 for real tokens and 0 for pads"):
         model(random_ids(1, 7), attention_mask=torch.tensor(mask), past_key_values=caches[state])

@@ -46,7 +46,7 @@ def test_a_returned_cache_goes_on_by_one_rule_or_not_at_all(window: str, start: 
     for branch in branches:
         if not agree:
             for new in (ids[:, length : length + 1], ids[:, length:]):
-                with pytest.raises(ValueError, match="`cache` must have been filled by the window rule"):
+                with pytest.raises(ValueError, match="`cache` must have been filled under the window rule"):
                     model(new, past_key_values=branch)
             with pytest.raises(ValueError, match=r"`cache` must .*DynamicCache\(config=model.config\).*TransfoXLMem"):
                 model.generate(ids, past_key_values=branch, max_new_tokens=2)
@@ -61,7 +61,7 @@ def test_a_returned_cache_goes_on_by_one_rule_or_not_at_all(window: str, start: 
 def test_the_other_models_refuse_it_too(model_class: Any) -> None:
     model = tiny_model(model_class)
     ids = random_ids(2, 7)
-    with pytest.raises(ValueError, match="`cache` must have been filled by the window rule"):
+    with pytest.raises(ValueError, match="`cache` must have been filled under the window rule"):
         model(ids, past_key_values=returned_cache(model(ids)))
 
 
@@ -105,7 +105,7 @@ def test_a_compiled_call_returns_a_cache_that_knows_its_rule() -> None:
             assert_close("log-probabilities", logits, expected[:, length:], PROBABILITIES)
             continue
         for function in (model, run):
-            with pytest.raises(Exception, match="`cache` must have been filled by the window rule"):
+            with pytest.raises(Exception, match="`cache` must have been filled under the window rule"):
                 function(ids[:, length:], past_key_values=cache)
 
 

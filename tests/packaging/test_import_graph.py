@@ -50,6 +50,7 @@ FLAT = {
     # it is built from the same configuration as the model, not from a dozen of its numbers
     "adaptive_softmax_transfo_xl": {"autograd_transfo_xl", "configuration_transfo_xl", "weights_transfo_xl"},
     "segment_transfo_xl": {
+        "arguments_transfo_xl",
         "configuration_transfo_xl",
         "layout_transfo_xl",
         "positions_transfo_xl",
@@ -71,6 +72,7 @@ FLAT = {
         "shared_prefix_transfo_xl",
     },
     "library_caches_transfo_xl": {
+        "arguments_transfo_xl",
         "configuration_transfo_xl",
         "key_value_buffer_transfo_xl",
         "layout_transfo_xl",

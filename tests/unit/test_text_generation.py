@@ -233,7 +233,7 @@ def test_a_context_that_is_no_text_is_named(
         ({"prompt": "it", "top_k": -1}, "`top_k` must be 0 .*, but is -1"),
         ({"prompt": "it", "top_p": 1.5}, "`top_p` must be between 0 and 1, but is 1.5"),
         ({"prompt": "it", "seed": -1}, "`seed` must be between 0 and .*, but is -1"),
-        ({"prompt": "it", "stop_strings": ["dog", ""]}, "`stop_strings` must be texts that are not empty"),
+        ({"prompt": "it", "stop_strings": ["dog", ""]}, "`stop_strings` must be non-empty texts"),
     ],
 )
 def test_wrong_arguments_are_named(
