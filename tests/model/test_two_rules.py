@@ -112,7 +112,7 @@ def test_a_compiled_call_returns_a_cache_that_knows_its_rule() -> None:
 @torch.no_grad()
 def test_a_program_returns_no_cache_that_could_not_go_on() -> None:
     """Outside the program a cache is made of its tensors and knows no rule."""
-    with pytest.raises(ValueError, match="`cache` must be given to export"):
+    with pytest.raises(ValueError, match="`cache` must be given where a call"):
         torch.export.export(tiny_model(), (random_ids(2, 7),), {"use_cache": True})
 
 

@@ -185,7 +185,7 @@ def test_states_by_place_raise_and_name_the_memory() -> None:
 def test_targets_by_place_are_not_taken_for_a_mask() -> None:
     """pytorch_pretrained_bert: `model(x, target)`."""
     model = make_model()
-    with pytest.raises(ValueError, match=r"`attention_mask` must hold 1 .* `labels=`"):
+    with pytest.raises(ValueError, match=r"`attention_mask` must be 1 .* `labels=`"):
         model(IDS, IDS)
     for mask in (torch.ones(2, 5, dtype=torch.long), torch.ones(2, 5), torch.ones(2, 5, dtype=torch.bool)):
         assert torch.equal(model(IDS, mask).logits, model(IDS, torch.ones(2, 5, dtype=torch.int32)).logits)

@@ -379,7 +379,7 @@ def test_state_without_all_of_each_layer_is_refused(damage: str, stores: str) ->
         state["layers.1.keys" if stores == "hidden_states" else "layers.1.hidden_states"] = tensor
     elif stores == "hidden_states" or damage == "a layer is missing":
         assert "layers.1" not in str(list(state))
-    with pytest.raises(ValueError, match=r"`state` must have `hidden_states`, `keys` and `values`, or nothing"):
+    with pytest.raises(ValueError, match=r"`state` must hold the same tensors for each layer"):
         memory.load_state_dict(state)
     with pytest.raises(ValueError, match=r"`state` must have the progress .* but has .*'mem_len'"):
         memory.load_state_dict({**before, "progress": {**before["progress"], "mem_len": 99}})
