@@ -622,7 +622,7 @@ def test_texts_that_cannot_be_evaluated_are_refused(tmp_path: Path) -> None:
         ({"segment_length": 8}, r"these differ \(there, here\): {'segment_length': \(7, 8\)"),
         ({"per_device_train_batch_size": 2}, r"{'per_device_train_batch_size': \(3, 2\)"),
         ({"gradient_accumulation_steps": 2}, r"{'gradient_accumulation_steps': \(1, 2\)}"),
-        ({"mem_len": 4}, "memory of the same settings, but differs in .*mem_len"),
+        ({"mem_len": 4}, "a memory with the settings .*mem_len"),
         ({"dataset": TEXT[:300]}, r"'text': \({'length': 307, .*}, {'length': 300, .*}\)"),
         ({"dataset": TEXT.flip(0)}, r"these differ \(there, here\): {'text': \({'length': 307, .*{'length': 307, .*"),
         ({"dataset": TokenStreams(TEXT, 3, 7, loss="half")}, r"{'loss': \('full', 'half'\)"),
