@@ -5,6 +5,7 @@ and keeps their names; further fields cover the differences between those implem
 reproduces each of them. Formulas follow [Dai et al., 2019](https://arxiv.org/abs/1901.02860).
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -12,6 +13,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from .legacy_names_transfo_xl import CONFIGURATION, CONFIGURATION_ARGUMENTS, refuse_arguments, without_attributes
+from .remote_code_transfo_xl import CODE_VERSION, VERSION_KEY, code_files, merged_auto_map, warn_if_newer, write_code
 
 if TYPE_CHECKING:
     # `None` only until `__post_init__` has derived a value
@@ -141,6 +143,9 @@ class TransfoXLConfig(PreTrainedConfig):
         sample_softmax (`int`, defaults to -1): Read from old files; positive values are not supported.
         ext_len (`int`, defaults to 0):
             Read from old files: number of tokens that evaluation repeats at the start of the next segment.
+        save_code (`bool`, defaults to `True`):
+            Whether `save_pretrained` and `push_to_hub` also write the code of the models and an `auto_map`, so that
+            the folder loads with `trust_remote_code=True` where this package is not installed.
 
     Raises:
         ValueError: for values that no model can have; the message names every violated rule.
@@ -203,6 +208,7 @@ class TransfoXLConfig(PreTrainedConfig):
     sample_softmax: int = -1
     ext_len: int = 0
     use_cache: bool = True
+    save_code: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
@@ -211,6 +217,7 @@ class TransfoXLConfig(PreTrainedConfig):
         refuse_arguments(kwargs, CONFIGURATION_ARGUMENTS)
         # derived properties, not fields: values given for them are checked once the fields are known
         sliding_window, layer_types = kwargs.pop("sliding_window", None), kwargs.pop("layer_types", None)
+        warn_if_newer(kwargs.pop(VERSION_KEY, None))
         found = read_attn_type(self, kwargs.pop("attn_type", None))
         read_tying(self, kwargs)
         # sets the aliases of `attribute_map` too, so whatever depends on another field comes after
@@ -237,6 +244,38 @@ class TransfoXLConfig(PreTrainedConfig):
         kind = config_dict.get("attention_kind") or ATTENTION_KINDS.get(config_dict.get("attn_type", 0))
         config_dict.setdefault("memory_init", "empty" if kind in ABSOLUTE_KINDS else "zeros")
         return super().from_dict(config_dict, **kwargs)
+
+    # --- files
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> Any:
+        """Save as the library does; with `save_code`, the code of the models as well.
+
+        Models, trainers and `push_to_hub` save their configuration by this method, so all of them write the code.
+        """
+        loaded = self.__dict__.pop("auto_map", None)
+        if self.save_code and not os.path.isfile(save_directory):
+            write_code(save_directory)
+            self.auto_map = merged_auto_map(save_directory, loaded)
+            setattr(self, VERSION_KEY, CODE_VERSION)
+        try:
+            return super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        finally:
+            for name in ("auto_map", VERSION_KEY):
+                self.__dict__.pop(name, None)
+            if loaded is not None:
+                self.auto_map = loaded
+
+    def _get_files_timestamps(self, working_dir: str | os.PathLike[str]) -> dict[str, float]:
+        # called when the code has been written: it must count as new to be uploaded
+        timestamps = super()._get_files_timestamps(working_dir)
+        ours = {file.name for file in code_files()}
+        return {name: changed for name, changed in timestamps.items() if name not in ours}
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing to do for this class, whose code is always saved; for subclasses as in the library."""
+        if cls is not TransfoXLConfig:
+            super().register_for_auto_class(auto_class)
 
     # --- derived values
 

@@ -159,6 +159,12 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
             )
         return super().from_pretrained(*args, **kwargs)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Nothing to do for the classes here, whose code is always saved; for subclasses as in the library."""
+        if cls.__module__ != __name__:
+            super().register_for_auto_class(auto_class)
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
@@ -433,6 +439,11 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 "`cache` must be None in a backward pass, such as a recomputation by `torch.utils.checkpoint`, but is "
                 f"a {type(cache).__name__}: it would advance twice. Use `model.gradient_checkpointing_enable()`: it "
                 "recomputes layers only."
+            )
+        if type(cache).__name__ == TransfoXLMemory.__name__ and not isinstance(cache, TransfoXLMemory):
+            raise TypeError(
+                f"`cache` must be a `TransfoXLMemory` of the model's own code ({TransfoXLMemory.__module__}), as "
+                f"`model.init_memory(batch_size)` makes, but is one of {type(cache).__module__}."
             )
         if isinstance(cache, TransfoXLMemory):
             return MemorySegment(config, inputs_embeds, attention_mask, cache, records_gradients)

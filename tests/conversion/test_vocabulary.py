@@ -87,7 +87,7 @@ def test_where_the_original_raises_unknown_words_are_unknown_or_an_error(case: s
     assert bool(sentences) == (case != "corpus-lm1b")
     for sentence in sentences:
         if vocabulary.unk_token is None:
-            with pytest.raises(ValueError, match="is not in the vocabulary"):
+            with pytest.raises(ValueError, match="must consist of symbols of the vocabulary"):
                 next(encode_lines(tokenizer, [sentence["text"]]))
             continue
         words = [word if word in vocabulary.symbols else "<unk>" for word in sentence["symbols"]]

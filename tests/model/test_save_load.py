@@ -40,6 +40,7 @@ from hf_txl import (
     TransfoXLMemory,
     TransfoXLModel,
 )
+from hf_txl.remote_code_transfo_xl import AUTO_MAP
 from tests.helpers import assert_close
 from tests.model.tiny_models import TINY, random_ids, slow_log_probabilities, t0_model, tiny_config, tiny_model
 
@@ -598,7 +599,7 @@ def test_auto_classes_give_ours(tmp_path: Path) -> None:
 
 
 def test_saving_twice_to_two_places_gives_the_same_files(tmp_path: Path) -> None:
-    """C100: nothing stale, no `auto_map`, no sign of where it was loaded from."""
+    """C100: nothing stale, an `auto_map` of the folder alone, no sign of where it was loaded from."""
     tiny_model(memory_init="zeros").save_pretrained(tmp_path / "first")
     model = load(AutoModelForCausalLM, tmp_path / "first")
     model.save_pretrained(tmp_path / "second")
@@ -610,7 +611,7 @@ def test_saving_twice_to_two_places_gives_the_same_files(tmp_path: Path) -> None
         for name in names:
             assert (tmp_path / folder / name).read_bytes() == (tmp_path / "first" / name).read_bytes(), name
     config = json.loads((tmp_path / "third" / "config.json").read_text())
-    assert "auto_map" not in config
+    assert config["auto_map"] == AUTO_MAP
     assert str(tmp_path) not in json.dumps(config)
     assert config["model_type"] == "transfo-xl" and config["memory_init"] == "zeros"
 
@@ -626,15 +627,21 @@ except ValueError as error:
 """
 
 
-def test_without_the_import_the_error_is_that_of_an_unknown_model_type(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saves_code", "message"), [(True, "`trust_remote_code=True`"), (False, "model type `transfo-xl`")]
+)
+def test_without_the_import_the_error_is_that_of_the_library(tmp_path: Path, saves_code: bool, message: str) -> None:
     """C100: in a process of its own, since here the package is registered."""
-    tiny_model().save_pretrained(tmp_path)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    tiny_model(save_code=saves_code).save_pretrained(tmp_path)
     run = subprocess.run(
-        [sys.executable, "-c", WITHOUT_IMPORT, str(tmp_path)], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", WITHOUT_IMPORT, str(tmp_path)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     assert run.returncode == 0, run.stderr
-    assert "refused:" in run.stdout and "`transfo-xl`" in run.stdout
+    assert "refused:" in run.stdout and message in run.stdout
 
 
 def test_settings_given_while_loading_override_the_file(tmp_path: Path) -> None:

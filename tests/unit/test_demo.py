@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from hf_txl import demo
 from hf_txl.cli import app
 from hf_txl.demo import DemoResult, DemoSettings, demo_text, run_demo
+from hf_txl.remote_code_transfo_xl import code_files
 from hf_txl.scoring import StreamScore, evaluate_stream
 from hf_txl.training import TransfoXLTrainer
 
@@ -31,6 +32,8 @@ FILES = {
     "model.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",
+    # the code of the model
+    *(file.name for file in code_files()),
 }
 
 
