@@ -1,0 +1,50 @@
+"""Settings of the documentation site, built by `make docs` from these pages and the docstrings of the package."""
+
+import sys
+from pathlib import Path
+
+import hf_txl
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `markdown_docstrings`
+
+project = "hf_txl"
+author = copyright = "The hf_txl contributors"
+version = release = hf_txl.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "markdown_docstrings",
+]
+
+# pages: the anchors of headings are those of the forge, which shows the same files
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
+
+# notebooks are stored without outputs and run here, each in an empty folder
+nb_execution_mode = "auto"
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_execution_show_tb = True
+nb_merge_streams = True
+
+# API reference: what a class inherits is documented by the library that defines it
+autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False
+autodoc_default_options = {"members": True}
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+napoleon_use_rtype = False
+
+# types of other libraries in signatures, which have no page here
+nitpick_ignore_regex = [("py:.*", r"(?!hf_txl\.).*")]
+
+html_theme = "furo"
+html_title = "hf_txl"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
