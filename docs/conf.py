@@ -18,6 +18,9 @@ extensions = [
     "markdown_docstrings",
 ]
 
+# its table is in results/README.md
+exclude_patterns = ["results/speed*.md"]
+
 # pages: the anchors of headings are those of the forge, which shows the same files
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
@@ -28,7 +31,7 @@ nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_execution_show_tb = True
-nb_merge_streams = True
+nb_output_stderr = "remove"  # progress bars
 
 # API reference: what a class inherits is documented by the library that defines it
 autodoc_member_order = "bysource"
@@ -39,8 +42,8 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 napoleon_use_rtype = False
 
-# types of other libraries in signatures, which have no page here
-nitpick_ignore_regex = [("py:.*", r"(?!hf_txl\.).*")]
+# the types in signatures are those of other libraries and internal ones too; references in docstrings are `py:obj`
+nitpick_ignore_regex = [("py:class|py:exc", ".*")]
 
 html_theme = "furo"
 html_title = "hf_txl"

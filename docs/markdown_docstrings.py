@@ -20,6 +20,8 @@ INLINE = re.compile(
     r"|\[(?P<text>[^\]`]+)\]\((?P<address>\S+?://[^)]+)\)"
     r"|(?<!`)`(?P<code>[^`]+)`(?!`)"
 )
+# arguments that share a description, on more than one line
+NAMES = re.compile(r"^( +(?:\w+, )+\w+,)\n +(?=(?:\w+, )*\w+(?: \(.*\))?:)", re.MULTILINE)
 
 
 def inline(match: re.Match[str]) -> str:
@@ -29,7 +31,9 @@ def inline(match: re.Match[str]) -> str:
         return f":py:obj:`{shortened}.{name.lstrip('~')}`"
     if address := match["address"]:
         return f"`{match['text']} <{address}>`__"
-    return f"``{' '.join(match['code'].split())}``"
+    code = f"``{' '.join(match['code'].split())}``"
+    # a plural's letter needs a separator
+    return code + "\\ " * match.string[match.end() :][:1].isalnum()
 
 
 def code_block(match: re.Match[str]) -> str:
@@ -59,7 +63,7 @@ def parts(text: str) -> Iterator[str]:
 
 def to_restructured_text(docstring: str) -> str:
     """The docstring with its Markdown rewritten; sections and indentation are as before."""
-    return "".join(parts(docstring))
+    return "".join(parts(NAMES.sub(r"\1 ", docstring)))
 
 
 def process(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:

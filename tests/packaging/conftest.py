@@ -32,4 +32,9 @@ def example_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     save_stand_in(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hf_txl, "example_model", lambda: folder, raising=False)
+        # for the kernels in which the site runs its notebooks
+        startup = tmp_path_factory.mktemp("ipython") / "profile_default" / "startup"
+        startup.mkdir(parents=True)
+        (startup / "example_model.py").write_text(f"import hf_txl\n\nhf_txl.example_model = lambda: {str(folder)!r}\n")
+        patch.setenv("IPYTHONDIR", str(startup.parents[1]))
         yield

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.sizes import full
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
 def run(snippets: list[str], page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +33,9 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     run(snippets, page, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name)
+@pytest.mark.parametrize(
+    "notebook", [full(path) if path.stem == "finetuning" else path for path in NOTEBOOKS], ids=name
+)
 def test_notebooks_run(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their cells here; the site runs them in a kernel."""
     pytest.importorskip("matplotlib").use("Agg")
