@@ -2,6 +2,9 @@
 
 import sys
 from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
 
 import hf_txl
 
@@ -40,6 +43,7 @@ autodoc_default_options = {"members": True}
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
+napoleon_use_param = False  # one entry for arguments that share a description
 napoleon_use_rtype = False
 
 # the types in signatures are those of other libraries and internal ones too; references in docstrings are `py:obj`
@@ -51,3 +55,14 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+
+
+def shorten(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str, str | None] | None:
+    """Hide the signatures of configurations: a hundred fields, most of them the library's. The docstring has ours."""
+    return ("(**fields)", returns) if what == "class" and signature and signature.count("=") > 40 else None
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-signature", shorten)

@@ -23,6 +23,9 @@ INLINE = re.compile(
 # arguments that share a description, on more than one line
 NAMES = re.compile(r"^( +(?:\w+, )+\w+,)\n +(?=(?:\w+, )*\w+(?: \(.*\))?:)", re.MULTILINE)
 
+# an argument without a type, whose brackets napoleon puts into italics itself
+OPTIONAL = re.compile(r"\(\*optional\*([^`()]*)\):")
+
 
 def inline(match: re.Match[str]) -> str:
     if name := match["reference"]:
@@ -63,11 +66,14 @@ def parts(text: str) -> Iterator[str]:
 
 def to_restructured_text(docstring: str) -> str:
     """The docstring with its Markdown rewritten; sections and indentation are as before."""
-    return "".join(parts(NAMES.sub(r"\1 ", docstring)))
+    return "".join(parts(OPTIONAL.sub(r"(optional\1):", NAMES.sub(r"\1 ", docstring))))
 
 
 def process(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     lines[:] = to_restructured_text("\n".join(lines)).splitlines()
+    if what in ("property", "attribute"):
+        # napoleon takes what precedes a colon in the first line for a type; an empty comment has none
+        lines[:0] = ["..", ""]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

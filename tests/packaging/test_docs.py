@@ -116,6 +116,8 @@ def converted(docstring: str) -> str:
         ("See [`~hf_txl.data.TokenStreams`].", "See :py:obj:`~.hf_txl.data.TokenStreams`."),
         ("[Dai et al.](https://arxiv.org/abs/1901.02860)", "`Dai et al. <https://arxiv.org/abs/1901.02860>`__"),
         ("``already``", "``already``"),
+        ("    a (*optional*, a keyword): B", "a (optional, a keyword): B"),
+        ("    a (`int`, *optional*): B", "a (``int``, *optional*): B"),
         ("Args:\n    a, b,\n    c: As above.", "Args:\n    a, b, c: As above."),
     ],
 )
