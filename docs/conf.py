@@ -26,7 +26,6 @@ exclude_patterns = ["results/speed*.md"]
 
 # pages: the anchors of headings are those of the forge, which shows the same files
 myst_heading_anchors = 3
-myst_enable_extensions = ["colon_fence"]
 
 # notebooks are stored without outputs and run here, each in an empty folder
 nb_execution_mode = "auto"
