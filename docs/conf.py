@@ -33,6 +33,7 @@ nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 nb_execution_show_tb = True
+nb_merge_streams = True
 nb_output_stderr = "remove"  # progress bars
 
 # API reference: what a class inherits is documented by the library that defines it
