@@ -17,7 +17,8 @@ PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadgroup
 DEFAULT := not slow and not full and not network
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-full test-all test-slow test-isa conformance check style style-report build clean
+.PHONY: help venv demo test test-full test-all test-slow test-isa conformance check style style-report docs \
+	docs-linkcheck lock lock-check build clean
 
 help:
 	@echo 'make demo       train, evaluate and sample a small model on the text in this repository (minutes)'
@@ -29,6 +30,8 @@ help:
 	@echo 'make check      ruff, formatting, mypy'
 	@echo 'make style      let ruff repair and format'
 	@echo 'make style-report  measures of classes, functions, prose and imports, with what breaks them'
+	@echo 'make docs       the documentation site in build/docs; make docs-linkcheck  whether its addresses answer'
+	@echo 'make lock       uv.lock, with the versions of constraints.txt; make lock-check  whether it is up to date'
 	@echo 'make build      source distribution and wheel in dist/'
 	@echo 'make venv       only create or update the environment $(VENV)'
 	@echo 'make clean      remove environments, caches and build output'
@@ -94,6 +97,21 @@ style: $(READY)
 
 style-report: $(READY)
 	$(BIN)/python tests/packaging/style_report.py
+
+# a warning is an error, and so is a reference that leads nowhere
+SPHINX = $(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky
+
+docs: $(READY)
+	$(SPHINX) -b html docs build/docs
+
+docs-linkcheck: $(READY)
+	$(SPHINX) -b linkcheck -D nb_execution_mode=off docs build/linkcheck
+
+lock: $(READY)
+	$(BIN)/uv lock $$(sed -n 's/^[^#].*/--upgrade-package &/p' constraints.txt)
+
+lock-check: $(READY)
+	$(BIN)/uv lock --check
 
 build: $(READY)
 	rm -rf dist

@@ -166,7 +166,7 @@ def main() -> None:
     results = {"load": [load, os.getloadavg()[0]], "speed": speed, "memory": memory}
     path = write_results(str(RESULTS / "training"), results)
     text = table(json.loads(path.read_text(encoding="utf-8")))
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    path.with_suffix(".md").write_text(f"# A training step\n\n{text}", encoding="utf-8")
     print(text)
 
 

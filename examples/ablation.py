@@ -533,7 +533,7 @@ def write_results(folder: Path, results: list[dict[str, Any]], settings: Setting
     """Write `results.json`, `ablation.md` and `ablation.png`; returns the table."""
     agreeing, pairs = same_order(results)
     cells = [{name: value for name, value in result.items() if name != "identity"} for result in results]
-    table = make_table(results, settings)
+    table = f"# Position encodings, recurrence and loss\n\n{make_table(results, settings)}"
     write_json(
         folder / "results.json",
         {

@@ -64,7 +64,7 @@ def test_every_public_name_is_there() -> None:
 
 def test_names_that_the_documentation_imports_are_public() -> None:
     public = {module: exported_names(ast.parse(source)) for module, source in sources().items()}
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py")]
     texts = {
         f"{page.name}, part {number}": text
         for page in pages
