@@ -1,34 +1,25 @@
 """Transformer-XL for transformers: importing this package registers model type `transfo-xl` with the Auto classes."""
 
-from typing import NoReturn
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
-
-from .configuration_transfo_xl import TransfoXLConfig
 from .legacy_names_transfo_xl import IMPORTS, describe
-from .memory_transfo_xl import TransfoXLMemory
-from .modeling_transfo_xl import (
-    TransfoXLForCausalLM,
-    TransfoXLForSequenceClassification,
-    TransfoXLLMHeadModel,
-    TransfoXLModel,
-    TransfoXLPreTrainedModel,
-)
-from .tokenization_transfo_xl import TransfoXLTokenizer
+
+# in the process of the command, classes are imported when one is needed: `hf-txl --help` need not wait for torch
+if TYPE_CHECKING or Path(sys.argv[0] if sys.argv else "").stem != "hf-txl":
+    from .auto_classes import (
+        TransfoXLConfig,
+        TransfoXLForCausalLM,
+        TransfoXLForSequenceClassification,
+        TransfoXLLMHeadModel,
+        TransfoXLMemory,
+        TransfoXLModel,
+        TransfoXLPreTrainedModel,
+        TransfoXLTokenizer,
+    )
 
 __version__ = "0.1.0.dev0"
-
-AutoConfig.register("transfo-xl", TransfoXLConfig, exist_ok=True)
-AutoModel.register(TransfoXLConfig, TransfoXLModel, exist_ok=True)
-AutoModelForCausalLM.register(TransfoXLConfig, TransfoXLForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(TransfoXLConfig, TransfoXLForSequenceClassification, exist_ok=True)
-AutoTokenizer.register(TransfoXLConfig, tokenizer_class=TransfoXLTokenizer, exist_ok=True)
 
 __all__ = [
     "TransfoXLConfig",
@@ -42,7 +33,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from . import auto_classes
+
+        return getattr(auto_classes, name)
     if name in IMPORTS:
         # of all errors, `from hf_txl import …` shows the message of an `ImportError` only
         raise ImportError(describe(name, IMPORTS), name=__name__)

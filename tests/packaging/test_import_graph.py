@@ -112,6 +112,13 @@ LIBRARY = {
     "staging": set(),
     "options": set(),
     "token_ids": set(),
+    "auto_classes": {
+        "configuration_transfo_xl",
+        "memory_transfo_xl",
+        "modeling_transfo_xl",
+        "tokenization_transfo_xl",
+    },
+    "model_info": {"configuration_transfo_xl", "remote_code_transfo_xl"},
     "corpus": {"token_ids", "tokenization_transfo_xl"},
     "data": {"token_ids"},
     "scoring": {"data", "memory_transfo_xl", "modeling_transfo_xl", "token_ids"},
@@ -128,11 +135,14 @@ LIBRARY = {
         "training",
     },
 }
-EVERYTHING = {*LIBRARY, "cli", "__init__"}
+COMMANDS = "commands"  # a folder inside the package
+EVERYTHING = {*LIBRARY, COMMANDS, "cli", "__init__"}
 MAY_IMPORT = {
     **LIBRARY,
-    "__init__": EVERYTHING - {"__init__", REFERENCE},
-    "cli": {*EVERYTHING, CONVERSION},
+    # light without `auto_classes`: what the command imports before it runs
+    "__init__": {"auto_classes", "legacy_names_transfo_xl"},
+    COMMANDS: {*LIBRARY, COMMANDS, CONVERSION},
+    "cli": {COMMANDS, "__init__"},
     CONVERSION: {*EVERYTHING, CONVERSION},
 }
 
@@ -142,6 +152,7 @@ FLAT_THIRD_PARTY = {"torch", "transformers", "huggingface_hub", "tokenizers", "n
 OUTSIDE = {"tests", "examples", "benchmarks", "docs", "model_cards"}
 
 PACKAGE_FILES = sorted((ROOT / PACKAGE).glob("*.py"))
+COMMAND_FILES = sorted((ROOT / PACKAGE / COMMANDS).glob("**/*.py"))
 REFERENCE_FILES = sorted((ROOT / PACKAGE / REFERENCE).glob("**/*.py"))
 FLAT_FILES = sorted((ROOT / PACKAGE).glob("*_transfo_xl.py"))
 CONVERSION_FILES = sorted((ROOT / CONVERSION).glob("**/*.py"))
@@ -167,7 +178,7 @@ def imports(source: str) -> Iterator[Import]:
 def imported_module(item: Import, importer: str) -> str | None:
     """The module of ours that an import reaches: its name in `MAY_IMPORT`, or None for somebody else's package."""
     parts = item.module.split(".") if item.module else []
-    in_folder = importer in (CONVERSION, REFERENCE)
+    in_folder = importer in (COMMANDS, CONVERSION, REFERENCE)
     if item.level == 0:
         if parts[0] == CONVERSION:
             return CONVERSION
@@ -287,9 +298,9 @@ def test_every_module_has_a_place_in_the_layers() -> None:
 
 
 def test_every_row_of_the_table_is_a_file_and_every_folder_is_there() -> None:
-    assert EVERYTHING - {path.stem for path in PACKAGE_FILES} == {REFERENCE}
+    assert EVERYTHING - {path.stem for path in PACKAGE_FILES} == {COMMANDS, REFERENCE}
     assert {name for allowed in MAY_IMPORT.values() for name in allowed} <= EVERYTHING | {CONVERSION}
-    folders = {*OUTSIDE, CONVERSION, f"{PACKAGE}/{REFERENCE}"}
+    folders = {*OUTSIDE, CONVERSION, f"{PACKAGE}/{COMMANDS}", f"{PACKAGE}/{REFERENCE}"}
     assert [name for name in sorted(folders) if not (ROOT / name).is_dir()] == []
 
 
@@ -329,6 +340,12 @@ def test_the_slow_references_import_nothing_of_the_package() -> None:
     assert [(name, found) for name, found in complaints.items() if found] == []
 
 
+def test_commands_import_the_package_and_themselves_only() -> None:
+    assert COMMAND_FILES
+    complaints = {path.name: layer_complaints(COMMANDS, path.read_text(encoding="utf-8")) for path in COMMAND_FILES}
+    assert [(name, found) for name, found in complaints.items() if found] == []
+
+
 @pytest.mark.parametrize("path", FLAT_FILES, ids=stem)
 def test_flat_files_can_be_copied_into_a_model_folder(path: Path) -> None:
     assert flat_complaints(path.read_text(encoding="utf-8")) == []
@@ -347,7 +364,7 @@ def test_the_library_requires_no_unusual_package_of_a_flat_file(path: Path) -> N
 
 
 def test_only_the_package_itself_registers_with_auto_classes() -> None:
-    others = [path for path in PACKAGE_FILES + CONVERSION_FILES if path != ROOT / PACKAGE / "__init__.py"]
+    others = [path for path in PACKAGE_FILES + CONVERSION_FILES if path != ROOT / PACKAGE / "auto_classes.py"]
     complaints = {
         path.name: found for path in others if (found := registration_complaints(path.read_text(encoding="utf-8")))
     }
@@ -393,8 +410,9 @@ def test_an_import_across_layers_is_reported(importer: str, line: str) -> None:
     [
         ("modeling_transfo_xl", "from .memory_transfo_xl import (\n    TransfoXLMemory,\n)"),
         ("training", "from .data import read"),
-        ("cli", "from . import __version__, scoring\nfrom .conversion import verify"),
-        ("__init__", "from . import data\nfrom .scoring import perplexity"),
+        ("cli", "from . import __version__\nfrom .commands.demo import demo"),
+        ("commands", "from ..scoring import perplexity\nfrom ..conversion import verify"),
+        ("__init__", "from . import auto_classes\nfrom .legacy_names_transfo_xl import describe"),
         (REFERENCE, "from .transformer_xl import SlowMemory"),
         (CONVERSION, "from hf_txl.reference.kinds import slow_model_of"),
         (CONVERSION, "from .key_rules import RULES\nfrom hf_txl import TransfoXLConfig\nimport torch"),

@@ -1,0 +1,1 @@
+"""The commands of `hf-txl`, one file each. Torch is imported when one runs, so that `--help` need not wait."""
