@@ -41,6 +41,7 @@ from .legacy_names_transfo_xl import (
     refuse_arguments,
 )
 from .library_caches_transfo_xl import LibrarySegment, mark_pads, new_cache_for, writer_of
+from .library_check_transfo_xl import AT_IMPORT, BEFORE_LOADING, check_library
 from .memory_transfo_xl import TransfoXLMemory
 from .memory_update_transfo_xl import MemorySegment
 from .outputs_transfo_xl import (
@@ -157,6 +158,7 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
                 "`weights_only` must be True, but is False: `pytorch_model.bin` may hold pickled code, which is never "
                 "executed."
             )
+        check_library(TransfoXLForCausalLM, BEFORE_LOADING)
         return super().from_pretrained(*args, **kwargs)
 
     @classmethod
@@ -771,6 +773,8 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(TransfoXLConfig.model_type, Transfo
 MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.setdefault(
     TransfoXLConfig.model_type, TransfoXLForSequenceClassification.__name__
 )
+
+check_library(TransfoXLForCausalLM, AT_IMPORT)
 
 __all__ = [
     "TransfoXLForCausalLM",

@@ -82,6 +82,7 @@ FLAT = {
         "layout_transfo_xl",
         "segment_transfo_xl",
     },
+    "library_check_transfo_xl": {"outputs_transfo_xl", "remote_code_transfo_xl"},
     "generation_transfo_xl": {
         "arguments_transfo_xl",
         "configuration_transfo_xl",
@@ -98,6 +99,7 @@ FLAT = {
         "generation_transfo_xl",
         "legacy_names_transfo_xl",
         "library_caches_transfo_xl",
+        "library_check_transfo_xl",
         "memory_update_transfo_xl",
         "memory_transfo_xl",
         "outputs_transfo_xl",
