@@ -9,9 +9,10 @@ from .commands.convert import convert
 from .commands.demo import demo
 from .commands.generate import generate
 from .commands.info import info
+from .commands.publish import publish
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
-for command in (demo, convert, info, generate, build_tokenizer):
+for command in (demo, convert, info, generate, build_tokenizer, publish):
     app.command()(command)
 
 

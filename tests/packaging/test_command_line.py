@@ -19,7 +19,7 @@ from hf_txl.cli import app
 from hf_txl.model_info import describe_folder
 from tests.helpers import FIXTURES
 
-COMMANDS = ["demo", "convert", "info", "generate", "build-tokenizer"]
+COMMANDS = ["demo", "convert", "info", "generate", "build-tokenizer", "publish"]
 # as the installed script does
 SCRIPT = """
 import sys

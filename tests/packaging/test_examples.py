@@ -29,7 +29,7 @@ from hf_txl.scoring import evaluate_stream
 from hf_txl.tokenization_transfo_xl import build_vocabulary
 from hf_txl.training import TransfoXLTrainingArguments
 from tests.helpers import assert_close
-from tests.packaging.hub_server import HubServer
+from tests.packaging.hub_server import TOKEN, HubServer
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_CELLS = 24
@@ -384,7 +384,8 @@ PUBLISHED = {
 
 
 def test_there_is_a_recipe_for_each_published_model() -> None:
-    assert {path.stem for path in (ROOT / "examples" / "recipes").iterdir()} == set(PUBLISHED)
+    own = {"example_model"}
+    assert {path.stem for path in (ROOT / "examples" / "recipes").iterdir()} == {*PUBLISHED, *own}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -498,7 +499,7 @@ def test_a_streamed_text_is_trained_without_being_written(words: Path, tmp_path:
 def test_a_trained_model_is_uploaded(words: Path, tmp_path: Path) -> None:
     """At every checkpoint and at the end: what is on the Hub then is what the run left."""
     arguments = [str(argument) for argument in train_arguments(words, tmp_path / "out", 4)]
-    settings = {"HF_TOKEN": "hf_none", "HF_HUB_DISABLE_XET": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    settings = {"HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     with HubServer(tmp_path / "hub") as hub:
         run_example(
             "train.py", *arguments, "--push_to_hub", "--hub_model_id", "me/words", HF_ENDPOINT=hub.endpoint, **settings

@@ -121,6 +121,7 @@ LIBRARY = {
         "tokenization_transfo_xl",
     },
     "model_info": {"configuration_transfo_xl", "remote_code_transfo_xl"},
+    "publishing": {"auto_classes", "model_info", "remote_code_transfo_xl"},
     "corpus": {"token_ids", "tokenization_transfo_xl"},
     "data": {"token_ids"},
     "scoring": {"data", "memory_transfo_xl", "modeling_transfo_xl", "token_ids"},
