@@ -17,7 +17,7 @@ PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadgroup
 DEFAULT := not slow and not full and not network
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-full test-all test-slow test-isa conformance check style style-report docs \
+.PHONY: help venv demo test test-full test-all test-slow test-isa conformance matrix check style style-report docs \
 	docs-linkcheck lock lock-check build clean
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo 'make test-slow  the tests marked slow'
 	@echo 'make test-isa   the tests of numbers as on processors with fewer instructions (minutes)'
 	@echo 'make conformance  the tests of the installed transformers on our classes; writes docs/conformance.md'
+	@echo 'make matrix     the tests that depend on other packages, for each Python, transformers and torch at hand'
 	@echo 'make check      ruff, formatting, mypy'
 	@echo 'make style      let ruff repair and format'
 	@echo 'make style-report  measures of classes, functions, prose and imports, with what breaks them'
@@ -85,6 +86,9 @@ test-isa: $(READY)
 conformance: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,conformance]'
 	$(BIN)/python tests/conformance/run.py $(ARGS)
+
+matrix: $(READY)
+	.ci/matrix $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .
