@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, RepositoryNotFoundError
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils._paths import filter_repo_objects
 from transformers import AutoTokenizer
 
 from . import auto_classes
@@ -21,8 +21,8 @@ from .remote_code_transfo_xl import code_files
 
 # files that may execute code when they are loaded
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
-# left on this machine: what training needs to resume, what a failed run left, hidden files
-IGNORED = ["checkpoint-*", "training_args.bin", "*.tmp", ".*", "**/.*", "__pycache__"]
+# left on this machine: what training needs to resume, what a failed run left, hidden files but `.eval_results`
+IGNORED = ["checkpoint-*", "training_args.bin", "*.tmp", ".[!e]*", "*/.*", "__pycache__/*"]
 
 
 @dataclass(frozen=True)
