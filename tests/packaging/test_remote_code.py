@@ -161,7 +161,7 @@ def test_checkpoints_of_trainers_hold_the_code(ours: bool, save_code: bool, tmp_
     else:
         ids = [2, 3, 4, 5]
         trainer = Trainer(
-            model, TrainingArguments(str(tmp_path), **settings), train_dataset=[dict(input_ids=ids, labels=ids)]
+            model, TrainingArguments(str(tmp_path), **settings), train_dataset=[{"input_ids": ids, "labels": ids}]
         )
     trainer.train()
     trainer.save_model(str(tmp_path / "end"))
