@@ -7,6 +7,7 @@ needs is written there as it is.
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,14 @@ def code_files() -> list[Path]:
 
 
 def write_code(folder: str | os.PathLike[str]) -> None:
-    """Write the files to a folder, each complete or not at all."""
+    """Write the files to a folder, each complete or not at all, even if several processes save to it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for file in code_files():
-        beside = folder / f"{file.name}.tmp"
-        shutil.copyfile(file, beside)
-        beside.replace(folder / file.name)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".code-") as staging:
+        for file in code_files():
+            shutil.copyfile(file, Path(staging, file.name))
+        for file in Path(staging).iterdir():
+            file.replace(folder / file.name)
 
 
 def merged_auto_map(folder: str | os.PathLike[str], others: dict[str, Any] | None) -> dict[str, Any]:

@@ -45,6 +45,9 @@ def convert(
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="Convert tensors with NaN or infinity as they are.")
     ] = False,
+    no_remote_code: Annotated[
+        bool, typer.Option("--no-remote-code", help="Leave the code of the model out of OUTPUT.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace OUTPUT if it exists.")] = False,
 ) -> None:
     """Convert a checkpoint of the original codes, of NVIDIA or of transformers 2 to 4. Nothing in it is executed.
@@ -61,12 +64,14 @@ def convert(
     with errors_as_messages():
         if no_vocabulary and vocabulary is not None:
             raise ValueError("Only one of `--vocabulary` and `--no-vocabulary` can be given, but both are.")
+        settings = parse_settings(config, set_ or [])
         common: dict[str, Any] = {
-            "settings": parse_settings(config, set_ or []),
             "tokenizer_mode": tokenizer_mode,
             "force": force,
             "protected": [] if config is None else [config],
         }
+        # a tokenizer alone comes without code anyway
+        for_this_model = settings | {"save_code": False} if no_remote_code else settings
         for_models: dict[str, Any] = {
             "format": format,
             "vocabulary": False if no_vocabulary else vocabulary,
@@ -78,13 +83,13 @@ def convert(
         }
         result: Any
         try:
-            result = convert(source, output, **common, **for_models)
+            result = convert(source, output, settings=for_this_model, **common, **for_models)
         except VocabularyError as error:
             if not Path(source).is_file():
                 raise
             if unused := _given_options(for_models):
                 raise ValueError(f"{error} {', '.join(unused)} must be left out then.") from error
-            result = convert_vocabulary(source, output, **common)
+            result = convert_vocabulary(source, output, settings=settings, **common)
         typer.echo(result)
 
 

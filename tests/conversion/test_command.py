@@ -103,6 +103,18 @@ def test_a_tokenizer_that_was_left_out_is_left_out_by_the_command_in_the_card(tm
     assert command_in(tmp_path / "out") == ["hf-txl", "convert", "checkpoint_last.pt", "out", "--no-vocabulary"]
 
 
+def test_the_code_of_the_model_can_be_left_out(tmp_path: Path) -> None:
+    for option, has_code in (((), True), (("--no-remote-code",), False)):
+        assert run("convert", NVIDIA, tmp_path / "out", *option, "--force").exit_code == 0
+        assert bool(list((tmp_path / "out").glob("*.py"))) is has_code
+        assert ("auto_map" in json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))) is has_code
+    # the command in the card leaves it out as well
+    assert command_in(tmp_path / "out")[4:] == ["--set", "save_code=false"]
+    # a vocabulary has none
+    vocabulary = FIXTURES / "vocabularies" / "legacy-tokenizer" / "vocab.pkl"
+    assert run("convert", vocabulary, tmp_path / "tokenizer", "--no-remote-code").exit_code == 0
+
+
 @pytest.mark.skipif(os.name == "nt", reason="modes are those of Unix")
 def test_whoever_may_read_one_file_may_read_all(tmp_path: Path) -> None:
     umask = os.umask(0o022)

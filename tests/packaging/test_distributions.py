@@ -1,5 +1,6 @@
 """The source distribution and the wheel: what is in them, and that the installed wheel works without the checkout."""
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -7,16 +8,22 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 # folders of the repository and where the wheel puts them
 PACKAGES = {"hf_txl": "hf_txl", "conversion": "hf_txl/conversion", "model_cards": "hf_txl/model_cards"}
 DATA = ("hf_txl/py.typed", "hf_txl/demo_text/*", "model_cards/TEMPLATE.md")
+# modules that a user of models need not have
+EXTRAS = {"accelerate", "datasets", "peft", "sklearn", "tensorflow"}
+STRANGER = Path(__file__).with_name("without_package.py")
 BUILD_FILES = ("pyproject.toml", "README.md", "LICENSE")
 
 # built once
@@ -43,7 +50,7 @@ def run(*command: object, folder: Path, **settings: Any) -> str:
     completed = subprocess.run(
         [str(part) for part in command],
         cwd=folder,
-        env={**environment, "HF_HUB_OFFLINE": "1", "PIP_NO_INDEX": "1"},
+        env={**environment, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "PIP_NO_INDEX": "1"},
         capture_output=True,
         text=True,
         **settings,
@@ -87,20 +94,89 @@ def test_the_source_distribution_holds_what_the_wheel_is_built_from(built: Path)
     assert names - made == {*source_files(), *BUILD_FILES}
 
 
+def new_environment(folder: Path) -> tuple[Path, Path]:
+    """Python of an environment with nothing in it, and the folder of its packages."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder, folder=folder.parent)
+    python = folder / "bin" / "python"
+    find = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return python, Path(run(python, "-c", find, folder=folder.parent).strip())
+
+
+def with_dependencies(names: Iterable[str]) -> dict[str, importlib.metadata.Distribution]:
+    """Installed distributions by name: those named, and what they depend on, directly or not."""
+    found: dict[str, importlib.metadata.Distribution] = {}
+    missing = [Requirement(name) for name in names]
+    while missing:
+        requirement = missing.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        if requirement.name not in found:
+            found[requirement.name] = importlib.metadata.distribution(requirement.name)
+            missing += map(Requirement, found[requirement.name].requires or [])
+    return found
+
+
+def link(names: Iterable[str], packages: Path) -> None:
+    """Put distributions and their dependencies into an environment, and nothing else."""
+    for distribution in with_dependencies(names).values():
+        for name in {file.parts[0] for file in distribution.files or [] if file.parts[0] != ".."}:
+            if not (packages / name).exists():
+                (packages / name).symlink_to(distribution.locate_file(name))
+
+
+def install(wheel: Path, python: Path, folder: Path) -> None:
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--quiet", wheel, folder=folder)
+
+
 @pytest.mark.full
 def test_the_installed_wheel_works_without_the_checkout(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
-    environment = tmp_path / "environment"
-    run(sys.executable, "-m", "venv", "--without-pip", environment, folder=tmp_path)
-    python = environment / "bin" / "python"
-    own = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=tmp_path).strip())
+    python, own = new_environment(tmp_path / "environment")
     # the tested dependencies come after it; path files among them, such as that of an editable install, are not read
     (own / "tested.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--quiet", wheel, folder=tmp_path)
+    install(wheel, python, tmp_path)
 
     files = json.loads(run(python, "-c", IMPORT_ALL, folder=tmp_path).splitlines()[-1])
     modules = [name for name in source_files() if name.endswith(".py")]
     assert len(files) == len(modules)
     assert [file for file in files.values() if not Path(file).is_relative_to(own)] == []
-    command = run(environment / "bin" / "hf-txl", "--help", folder=tmp_path)
+    command = run(python.with_name("hf-txl"), "--help", folder=tmp_path)
     assert all(name in command for name in ("demo", "convert", "generate", "build-tokenizer"))
+
+
+# imports the package, which must not change what the library offers, and saves what a stranger's test wants
+SAVE = """
+import sys
+import transformers
+before = set(dir(transformers))
+classes = {name: getattr(transformers, name) for name in ("AutoModel", "PreTrainedModel")}
+import hf_txl
+assert all(type(getattr(transformers, name)) is type(sys) for name in set(dir(transformers)) - before)
+assert all(getattr(transformers, name) is value for name, value in classes.items())
+
+words = ["<eos>", "<unk>", "the", "cat", "sat", "on", "mat", "and"]
+config = hf_txl.TransfoXLConfig(
+    vocab_size=len(words), cutoffs=[4], div_val=2, d_model=16, n_head=2, n_layer=2, d_inner=32, mem_len=6,
+    same_length=True, eos_token_id=0, pad_token_id=0,
+)
+hf_txl.TransfoXLForCausalLM(config).save_pretrained(sys.argv[1])
+hf_txl.TransfoXLTokenizer.from_vocabulary(words, "pretokenized").save_pretrained(sys.argv[1])
+"""
+
+
+@pytest.mark.full
+def test_without_extras_it_saves_what_loads_with_transformers_alone(built: Path, tmp_path: Path) -> None:
+    """C91, C100: in two environments: with what the package declares, and with torch and transformers."""
+    (wheel,) = built.glob("*.whl")
+    python, packages = new_environment(tmp_path / "declared")
+    link(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"], packages)
+    install(wheel, python, tmp_path)
+    assert not EXTRAS & {path.name for path in packages.iterdir()}
+    run(python, "-c", SAVE, tmp_path / "model", folder=tmp_path)
+
+    python, packages = new_environment(tmp_path / "others")
+    link(["torch", "transformers"], packages)
+    assert not (EXTRAS | {"hf_txl"}) & {path.name for path in packages.iterdir()}
+    script = shutil.copy(STRANGER, tmp_path)
+    printed = run(python, script, tmp_path / "model", tmp_path / "again", folder=tmp_path, stdin=subprocess.DEVNULL)
+    assert json.loads(printed.rpartition("report ")[2])["saved again"] == 0

@@ -132,6 +132,7 @@ def leave_a_buffer_uninitialised(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_silent_failure_becomes_one_error(
     failure: Any, checks: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """C66, C96, C97"""
     failure(monkeypatch)
     for _ in range(2):
         # the second try raises as well

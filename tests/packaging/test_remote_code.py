@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import subprocess
@@ -11,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import hf_txl
 from hf_txl import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLMemory, TransfoXLModel, TransfoXLTokenizer
-from hf_txl.remote_code_transfo_xl import AUTO_MAP, CODE_VERSION, code_files
+from hf_txl.remote_code_transfo_xl import AUTO_MAP, CODE_VERSION, code_files, write_code
+from hf_txl.training import TransfoXLTrainer, TransfoXLTrainingArguments
 from tests.helpers import assert_close
+from tests.packaging.hub_server import HubServer
 
 STRANGER = Path(__file__).with_name("without_package.py")
 WORDS = ["<eos>", "<unk>", "the", "cat", "sat", "on", "mat", "and", *(f"word{number}" for number in range(32))]
@@ -129,6 +132,81 @@ def test_a_configuration_alone_saves_its_code(tmp_path: Path) -> None:
     assert AutoConfig.from_pretrained(tmp_path).to_dict().keys() - before.keys() <= {"auto_map"}
 
 
+def test_classes_of_another_repository_are_not_named_in_what_is_saved(folder: Path, tmp_path: Path) -> None:
+    """C100: releases of transformers wrote `REPOSITORY--MODULE.CLASS` into folders that were loaded and saved."""
+    file = folder / "config.json"
+    elsewhere = {name: f"someone/else--{reference}" for name, reference in AUTO_MAP.items()}
+    others = {"AutoModelForTokenClassification": "someone/else--other.Model"}
+    file.write_text(json.dumps({**read_config(folder), "auto_map": {**elsewhere, **others}}), encoding="utf-8")
+    TransfoXLForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "again")
+    AutoConfig.from_pretrained(folder).save_pretrained(tmp_path / "alone")
+    assert [read_config(tmp_path / place)["auto_map"] for place in ("again", "alone")] == [AUTO_MAP] * 2
+
+
+def test_several_processes_may_save_to_one_folder(tmp_path: Path) -> None:
+    """Each finds its files in place, and nothing else is left there."""
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(write_code, [tmp_path] * 64))
+    assert names(tmp_path) == set(AUTO_FILES)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("save_code", [True, False])
+def test_checkpoints_of_trainers_hold_the_code(ours: bool, save_code: bool, tmp_path: Path) -> None:
+    model = TransfoXLForCausalLM(TransfoXLConfig(**SIZES, save_code=save_code))
+    settings = {"max_steps": 1, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    if ours:
+        args = TransfoXLTrainingArguments(str(tmp_path), segment_length=4, **settings)
+        trainer = TransfoXLTrainer(model, args, train_dataset=torch.arange(64) % SIZES["vocab_size"])
+    else:
+        ids = [2, 3, 4, 5]
+        trainer = Trainer(
+            model, TrainingArguments(str(tmp_path), **settings), train_dataset=[{"input_ids": ids, "labels": ids}]
+        )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "end"))
+    for place in ("checkpoint-1", "end"):
+        assert names(tmp_path / place) >= {"model.safetensors", "config.json"}
+        assert names(tmp_path / place) & set(AUTO_FILES) == set(AUTO_FILES if save_code else ())
+        assert read_config(tmp_path / place).get("auto_map") == (AUTO_MAP if save_code else None)
+
+
+PUSH = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+import hf_txl
+folder, saved = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder)
+model.push_to_hub("me/pushed")
+AutoTokenizer.from_pretrained(folder).push_to_hub("me/pushed")
+model.config.push_to_hub("me/configuration")
+# a folder that holds the code before, of which the library uploads what has changed
+for attempt in range(2):
+    model.save_pretrained(saved, push_to_hub=True, repo_id="me/saved")
+    model.config.save_pretrained(saved, push_to_hub=True, repo_id="me/saved_configuration")
+"""
+
+
+@pytest.mark.full
+def test_what_is_pushed_holds_the_code(folder: Path, tmp_path: Path) -> None:
+    """C100: by each way of the library; what a stranger loads from there is saved with the code again."""
+    with HubServer(tmp_path / "hub") as hub:
+        run = subprocess.run(
+            [sys.executable, "-c", PUSH, str(folder), str(tmp_path / "saved")],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **hub.environment(tmp_path)},
+            cwd=Path(hf_txl.__file__).parents[1],
+        )
+        assert run.returncode == 0, run.stderr
+        report = as_stranger("me/pushed", tmp_path, **hub.environment(tmp_path / "stranger"))
+    assert_same_numbers(report, folder)
+    pushed = [tmp_path / "hub" / "me" / name for name in ("pushed", "configuration", "saved", "saved_configuration")]
+    for place in (*pushed, tmp_path / "again"):
+        assert names(place) >= {"config.json", *AUTO_FILES}
+        assert read_config(place)["auto_map"] == AUTO_MAP
+
+
 def test_the_classes_of_the_package_win(folder: Path) -> None:
     """C100: also where remote code is trusted."""
     for trust in ({}, {"trust_remote_code": True}):
@@ -214,6 +292,52 @@ def test_both_in_one_process_do_not_mix(folder: Path) -> None:
         cwd=Path(hf_txl.__file__).parents[1],
     )
     assert run.returncode == 0 and "both" in run.stdout, run.stderr
+
+
+COMPILED = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM
+stranger = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+import hf_txl
+ours = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+segments = torch.tensor([[[2, 3, 4]], [[5, 6, 7]]])
+
+class Step(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, memory):
+        return self.model(ids, cache=memory).logits, memory
+
+with torch.no_grad():
+    for model in (stranger, ours):
+        step, memory = Step(model), model.init_memory(1)
+        expected = [step(ids, memory)[0] for ids in segments]
+        filled = Step(model)(segments[0], model.init_memory(1))[1]
+        exported = torch.export.export(step, (segments[1], filled)).module()
+        logits, memory = exported(segments[1], Step(model)(segments[0], model.init_memory(1))[1])
+        assert type(memory) is type(model.init_memory(1))
+        torch.testing.assert_close(logits, expected[1], atol=1e-5, rtol=0)
+        compiled, memory = torch.compile(step, fullgraph=True, backend="eager"), model.init_memory(1)
+        for ids, logits in zip(segments, expected):
+            torch.testing.assert_close(compiled(ids, memory)[0], logits, atol=1e-5, rtol=0)
+print("compiled")
+"""
+
+
+@pytest.mark.full
+def test_code_of_a_folder_is_compiled_and_exported_beside_the_package(folder: Path) -> None:
+    """C115: two memory classes of one name are registered for tracing in one process."""
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILED, str(folder)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HOME": str(folder.parent / "cache"), "HF_HUB_OFFLINE": "1"},
+        cwd=Path(hf_txl.__file__).parents[1],
+    )
+    assert run.returncode == 0 and "compiled" in run.stdout, run.stderr
 
 
 def test_what_stands_in_the_way_of_a_memory_of_the_package() -> None:
