@@ -1,28 +1,36 @@
 """Publishing a model folder on the Hub: checked first, private by default, resumable.
 
-The upload is the library's: large files are stored by content, so that one that has arrived is not sent again, and
-the commit that makes all files visible comes last. An interrupted upload changes nothing that others see; publishing
-again continues it.
+Large files are stored by content, so that one that has arrived is not sent again, and one commit at the end makes all
+files visible. An interrupted upload changes nothing that others see; publishing again continues it.
 """
 
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, ModelCard
-from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, RepositoryNotFoundError
-from huggingface_hub.utils._paths import filter_repo_objects
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
+from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 from transformers import AutoTokenizer
 
 from . import auto_classes
 from .model_info import describe_folder
-from .remote_code_transfo_xl import code_files
+from .remote_code_transfo_xl import CODE_VERSION, code_files
 
 # files that may execute code when they are loaded
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
-# left on this machine: what training needs to resume, what a failed run left, hidden files but `.eval_results`
-IGNORED = ["checkpoint-*", "training_args.bin", "*.tmp", ".[!e]*", "*/.*", "__pycache__/*"]
+# left on this machine: what training needs to resume, and what a failed run left
+IGNORED = ["checkpoint-*", "training_args.bin", "*.tmp", "*__pycache__/*"]
+# the only hidden folder with something to publish; others hold settings and passwords, such as `.env`
+EVALUATIONS = ".eval_results"
+# saving in several files after one, or the reverse, leaves both; the library loads the first
+BOTH_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+# weights as `save_pretrained` names them
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,7 @@ class Publication:
         files (`dict`): Size in bytes of each file, by its path in the repository.
         notes (`list[str]`): What could be better about the folder.
         is_private (`bool`): Whether the repository is private.
+        removed (`list[str]`): Weights of an earlier upload that are not in the folder, and that were removed.
         revision (`str`, *optional*): Commit that holds the files; `None` for a dry run.
         url (`str`, *optional*): Address of that commit.
     """
@@ -42,20 +51,28 @@ class Publication:
     files: dict[str, int]
     notes: list[str]
     is_private: bool
+    removed: list[str] = field(default_factory=list)
     revision: str | None = None
     url: str | None = None
 
-    def __str__(self) -> str:
-        total = sum(self.files.values())
+    def listing(self) -> str:
+        """The files with their sizes, and the notes."""
         lines = [f"{size:>15,}  {name}" for name, size in self.files.items()]
-        lines.append(f"{total:>15,}  bytes in {len(self.files)} files")
-        lines += [f"Note: {note}" for note in self.notes]
+        lines.append(f"{sum(self.files.values()):>15,}  bytes in {len(self.files)} files")
+        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
+
+    def outcome(self) -> str:
+        """Where the files are now."""
         visibility = "private" if self.is_private else "public"
         if self.revision is None:
-            return "\n".join([*lines, f"Nothing was uploaded; {self.repo_id} would be {visibility}."])
+            return f"Nothing was uploaded; {self.repo_id} would be {visibility}."
+        lines = [f"Removed: {', '.join(self.removed)}"] if self.removed else []
         return "\n".join(
             [*lines, f"Published as {self.repo_id} ({visibility}), revision {self.revision}", f"{self.url}"]
         )
+
+    def __str__(self) -> str:
+        return f"{self.listing()}\n{self.outcome()}"
 
 
 def publish(
@@ -67,8 +84,9 @@ def publish(
     message: str = "Upload model",
     token: str | None = None,
     dry_run: bool = False,
+    write: Callable[[str], Any] | None = None,
 ) -> Publication:
-    """Check a model folder and upload it to the Hub.
+    """Check a model folder and upload it to the Hub, in one commit.
 
     Args:
         folder (`str` or `Path`): Folder as `save_pretrained`, a trainer or `hf-txl convert` writes it.
@@ -78,32 +96,63 @@ def publish(
         message (`str`): Message of the commit.
         token (`str`, *optional*): Access token with write permission. Default: that of `hf auth login` or `HF_TOKEN`.
         dry_run (`bool`, defaults to `False`): Check the folder and list the files, without any connection.
+        write (`Callable[[str], Any]`, *optional*): Called with the list of files before anything is uploaded.
 
     Returns:
         [`Publication`]
 
     Raises:
-        ValueError: if the folder is not fit to be published (the message lists all reasons), or the repository exists
-            and is public although `private` is `True`.
-        PermissionError: if there is no token, or it has no write permission.
-        OSError: if the Hub cannot be reached; publishing again continues the upload.
+        ValueError: if the folder is not fit to be published (the message lists all reasons), `repo_id` is not the name
+            of a repository, or the repository exists and is public although `private` is `True`.
+        PermissionError: if there is no token, or it has no permission to write.
+        OSError: if the upload was interrupted; publishing again continues it.
     """
     folder = Path(folder)
-    files = files_to_upload(folder)
-    notes = check_folder(folder)
-    if dry_run:
-        return Publication(repo_id, files, notes, private)
-    api = HfApi(token=token, library_name="hf_txl")
     try:
-        owner = api.whoami()["name"]
-        name = repo_id if "/" in repo_id else f"{owner}/{repo_id}"
-        is_private = _create(api, name, private, branch)
-        commit = api.upload_folder(
-            repo_id=name, folder_path=folder, revision=branch, commit_message=message, ignore_patterns=IGNORED
-        )
-    except (LocalTokenNotFoundError, HfHubHTTPError) as error:
-        raise _explained(error, repo_id) from error
-    return Publication(name, files, notes, is_private, commit.oid, commit.commit_url)
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(f"`repo_id` must be `owner/name` or `name`, but is {repo_id!r}: {error}") from error
+    publication = Publication(repo_id, files_to_upload(folder), check_folder(folder), private)
+    if write is not None:
+        write(publication.listing())
+    if dry_run:
+        return publication
+    with _hub_errors_explained(repo_id):
+        return _upload(HfApi(token=token, library_name="hf_txl"), folder, publication, branch, message)
+
+
+def _upload(api: HfApi, folder: Path, publication: Publication, branch: str, message: str) -> Publication:
+    owner = api.whoami()["name"]
+    name = publication.repo_id if "/" in publication.repo_id else f"{owner}/{publication.repo_id}"
+    _check_card_on_hub(folder)
+    is_private = _create(api, name, publication.is_private, branch)
+    files = publication.files
+    # the library would load weights in one file rather than newer ones in several
+    removed = [
+        path for path in api.list_repo_files(name, revision=branch) if WEIGHTS.fullmatch(path) and path not in files
+    ]
+    additions = [CommitOperationAdd(path_in_repo=path, path_or_fileobj=folder / path) for path in files]
+    deletions = [CommitOperationDelete(path_in_repo=path) for path in removed]
+    commit = api.create_commit(name, [*additions, *deletions], commit_message=message, revision=branch)
+    return replace(
+        publication,
+        repo_id=name,
+        is_private=is_private,
+        removed=removed,
+        revision=commit.oid,
+        url=commit.commit_url,
+    )
+
+
+def _check_card_on_hub(folder: Path) -> None:
+    """Check the card's metadata by the rules of the Hub, such as its list of licenses, before anything is created."""
+    card = folder / "README.md"
+    if not card.is_file():
+        return
+    try:
+        ModelCard.load(card).validate()
+    except ValueError as error:
+        raise ValueError(f"README.md must have metadata that the Hub accepts, but has not:\n{error}") from error
 
 
 def _create(api: HfApi, name: str, private: bool, branch: str) -> bool:
@@ -123,17 +172,47 @@ def _create(api: HfApi, name: str, private: bool, branch: str) -> bool:
     return is_private
 
 
-def _explained(error: Exception, repo_id: str) -> Exception:
-    """An error of the Hub, with what to do about it."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, LocalTokenNotFoundError) or status == 401:
+# --- errors of the Hub and of the connection
+
+
+@contextmanager
+def _hub_errors_explained(repo_id: str) -> Iterator[None]:
+    """Turns errors of any kind, since connections and storage raise classes of their own, into built-in ones."""
+    try:
+        yield
+    except Exception as error:
+        # a refusal that already says what to do; errors of the connection may be of a class derived from this one
+        if type(error) is ValueError:
+            raise
+        raise _explained(error, repo_id) from error
+
+
+def _explained(error: Exception, repo_id: str) -> OSError:
+    """The error with what to do about it."""
+    chain = list(_with_causes(error))
+    responses = [each.response for each in chain if getattr(each, "response", None) is not None]
+    status = responses[0].status_code if responses else None
+    if status == 401 or isinstance(error, LocalTokenNotFoundError):
         return PermissionError(
             "`token` must be a valid access token of the Hub, but is missing or invalid. `hf auth login` stores one; "
             "`HF_TOKEN` holds one for this process."
         )
     if status == 403:
         return PermissionError(f"`token` must have permission to write to {repo_id}, but has not: {error}")
-    return OSError(f"{repo_id} could not be uploaded: {error}. Publishing again continues the upload.")
+    if status == 409:
+        return PermissionError(
+            f"`repo_id` must be new or visible to the token, but {repo_id} exists and is not. Choose another name, or "
+            "use a token of its owner."
+        )
+    reasons = dict.fromkeys(str(each).strip() or type(each).__name__ for each in chain)
+    return OSError(f"{repo_id} could not be uploaded: {': '.join(reasons)}. Publishing again continues the upload.")
+
+
+def _with_causes(error: BaseException) -> Iterator[Any]:
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__
 
 
 # --- the folder
@@ -147,9 +226,16 @@ def files_to_upload(folder: Path) -> dict[str, int]:
     """
     if not folder.is_dir():
         raise NotADirectoryError(f"`folder` must be a folder, but {folder} is not one.")
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    names = filter_repo_objects((path.relative_to(folder).as_posix() for path in paths), ignore_patterns=IGNORED)
+    paths = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    visible = [path.as_posix() for path in paths if not _is_hidden(path)]
+    names = filter_repo_objects(visible, ignore_patterns=IGNORED)
     return {name: (folder / name).stat().st_size for name in names}
+
+
+def _is_hidden(path: Path) -> bool:
+    """Whether a file, or a folder that it is in, is hidden."""
+    parts = path.parts[1:] if path.parts[0] == EVALUATIONS else path.parts
+    return any(part.startswith(".") for part in parts)
 
 
 def check_folder(folder: Path) -> list[str]:
@@ -164,8 +250,10 @@ def check_folder(folder: Path) -> list[str]:
     # raises for a damaged configuration or damaged weights
     facts = describe_folder(folder)
     problems, notes = [], []
-    if pickles := [name for name in files_to_upload(folder) if name.endswith(PICKLES)]:
+    if pickles := [name for name in files_to_upload(folder) if name.lower().endswith(PICKLES)]:
         problems.append(f"{', '.join(pickles)}: files that may execute code when loaded; weights must be safetensors")
+    if all((folder / name).is_file() for name in BOTH_WEIGHTS):
+        problems.append(f"{' and '.join(BOTH_WEIGHTS)}: only one may be there; remove the older one and its files")
     model, complaints = _load(folder)
     problems += complaints
     if model is not None:
@@ -175,14 +263,30 @@ def check_folder(folder: Path) -> list[str]:
     card_problems, card_notes = _check_card(folder)
     problems += card_problems
     notes += card_notes
-    if missing := [file.name for file in code_files() if not (folder / file.name).is_file()]:
-        notes.append(
-            f"{len(missing)} files of code are not in the folder, so it loads only where hf_txl is installed; "
-            "`save_pretrained` writes them, unless the configuration has `save_code=False`."
-        )
+    notes += _check_code(folder, facts)
     if problems:
         raise ValueError(f"{folder} must be fit to be published, but:\n" + "\n".join(f"- {each}" for each in problems))
     return notes
+
+
+def _check_code(folder: Path, facts: dict[str, Any]) -> list[str]:
+    """Notes about the files of code and the `auto_map` that names their classes."""
+    files = code_files()
+    missing = [file.name for file in files if not (folder / file.name).is_file()]
+    lacking = [f"{len(missing)} files of code"] * bool(missing) + ["`auto_map` in config.json"] * (
+        facts["code"] == "none"
+    )
+    if lacking:
+        return [
+            f"{' and '.join(lacking)} missing, so the folder loads only where hf_txl is installed; `save_pretrained` "
+            "writes both, unless the configuration has `save_code=False`."
+        ]
+    if changed := [file.name for file in files if (folder / file.name).read_bytes() != file.read_bytes()]:
+        return [
+            f"{', '.join(changed)}: not the code of the installed hf_txl {CODE_VERSION}; saving the model again "
+            "writes that."
+        ]
+    return []
 
 
 def _load(folder: Path) -> tuple[Any, list[str]]:
@@ -211,10 +315,12 @@ def _check_tokenizer(folder: Path, facts: dict[str, Any], model: Any) -> list[st
     size, vocab_size = len(tokenizer), model.config.vocab_size
     if size != vocab_size:
         return [f"tokenizer: it must have `vocab_size` ({vocab_size}) tokens, but has {size}"]
-    ends = model.config.eos_token_id, tokenizer.eos_token_id
-    if None not in ends and ends[1] not in (ends[0] if isinstance(ends[0], list) else [ends[0]]):
-        return [f"tokenizer: its end token must be `eos_token_id` of the model ({ends[0]}), but is {ends[1]}"]
-    return []
+    problems = []
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        expected, token = getattr(model.config, name), getattr(tokenizer, name)
+        if None not in (expected, token) and token not in (expected if isinstance(expected, list) else [expected]):
+            problems.append(f"tokenizer: `{name}` must be that of the model ({expected}), but is {token}")
+    return problems
 
 
 @torch.no_grad()

@@ -20,4 +20,7 @@ def publish(
     from ..publishing import publish
 
     with errors_as_messages():
-        typer.echo(publish(folder, repo, private=not public, branch=branch, message=message, dry_run=dry_run))
+        publication = publish(
+            folder, repo, private=not public, branch=branch, message=message, dry_run=dry_run, write=typer.echo
+        )
+    typer.echo(publication.outcome())

@@ -18,9 +18,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from huggingface_hub import RepoCard
+
 TOKEN, READER = "hf_write", "hf_read"
 # files of at least this size are sent in parts
 PART_SIZE = 64 * 1024
+# files that are stored by content: of these kinds, or larger than 10 MB
+LARGE_KINDS = (".safetensors", ".bin", ".h5", ".msgpack", ".pt")
+LARGE_SIZE = 10 * 1000**2
+# of the Hub's list
+LICENSES = ("apache-2.0", "bsd-3-clause", "cc-by-4.0", "mit", "other")
 
 
 @dataclass
@@ -49,6 +56,10 @@ class Repository:
         return self.branches.get(revision, revision if revision in self.trees else None)
 
 
+def is_large(path: str, size: int) -> bool:
+    return path.endswith(LARGE_KINDS) or size > LARGE_SIZE
+
+
 class HubServer(ThreadingHTTPServer):
     """Use it with `with`. The files of the branch `main` of a repository are also written to `root`."""
 
@@ -59,6 +70,8 @@ class HubServer(ThreadingHTTPServer):
         self.root = root
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
         self.repositories: dict[str, Repository] = {}
+        # names of repositories that no token of ours may see
+        self.hidden: set[str] = set()
         # by SHA-256
         self.blobs: dict[str, bytes] = {}
         self.parts: dict[tuple[str, int], bytes] = {}
@@ -101,7 +114,7 @@ class HubHandler(BaseHTTPRequestHandler):
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
         match parts:
             case ["api", "validate-yaml"]:
-                self.answer({"errors": [], "warnings": []})
+                self.validate_card(json.loads(body)["content"])
             case ["lfs", "verify"]:
                 asked = json.loads(body)
                 known = len(self.server.blobs.get(asked["oid"], b"")) == asked["size"]
@@ -114,15 +127,17 @@ class HubHandler(BaseHTTPRequestHandler):
             case ["api", "repos", "create"]:
                 self.create(json.loads(body))
             case ["api", "models", owner, name, "preupload", revision]:
-                self.preupload(f"{owner}/{name}", revision, json.loads(body)["files"])
+                if (repository := self.visible(f"{owner}/{name}")) is not None:
+                    self.preupload(repository, revision, json.loads(body)["files"])
             case [owner, git, "info", "lfs", "objects", "batch"] if git.endswith(".git"):
                 self.answer({"objects": [self.upload_of(**item) for item in json.loads(body)["objects"]]})
             case ["api", "models", owner, name, "branch", branch]:
-                repository = self.server.repositories[f"{owner}/{name}"]
-                repository.branches[branch] = repository.branches["main"]
-                self.answer({})
+                if (repository := self.visible(f"{owner}/{name}")) is not None:
+                    repository.branches[branch] = repository.branches["main"]
+                    self.answer({})
             case ["api", "models", owner, name, "commit", revision]:
-                self.commit(f"{owner}/{name}", revision, [json.loads(line) for line in body.splitlines()])
+                if self.visible(f"{owner}/{name}") is not None:
+                    self.commit(f"{owner}/{name}", revision, [json.loads(line) for line in body.splitlines()])
             case _:
                 self.answer({"error": "not here"}, 404)
 
@@ -161,6 +176,9 @@ class HubHandler(BaseHTTPRequestHandler):
 
     def create(self, request: dict[str, Any]) -> None:
         name = f"{request.get('organization') or 'me'}/{request['name']}"
+        if not name.startswith("me/"):
+            self.answer({"error": "You don't have the rights to create a model under this namespace"}, 403)
+            return
         exists = name in self.server.repositories
         if not exists:
             # older clients send the second
@@ -170,15 +188,26 @@ class HubHandler(BaseHTTPRequestHandler):
         content = {"url": f"{self.server.endpoint}/{name}", "name": name, "id": name}
         self.answer({**content, **({"error": "exists already"} if exists else {})}, 409 if exists else 200)
 
-    def preupload(self, name: str, revision: str, files: list[dict[str, Any]]) -> None:
-        repository = self.server.repositories[name]
+    def validate_card(self, text: str) -> None:
+        metadata = RepoCard(text, ignore_metadata_errors=True).data.to_dict()
+        licenses = metadata.get("license", [])
+        if set(licenses if isinstance(licenses, list) else [licenses]) <= set(LICENSES):
+            self.answer({"errors": [], "warnings": []})
+            return
+        message = f'"license" must be one of [{", ".join(LICENSES)}]'
+        if self.headers.get("Accept") == "text/plain":
+            self.send(f"- Error: {message}".encode(), 400, {"Content-Type": "text/plain"})
+        else:
+            self.answer({"errors": [{"message": message}], "warnings": []}, 400)
+
+    def preupload(self, repository: Repository, revision: str, files: list[dict[str, Any]]) -> None:
         tree = repository.trees[repository.commit_of(revision) or repository.branches["main"]]
         self.answer(
             {
                 "files": [
                     {
                         "path": file["path"],
-                        "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
+                        "uploadMode": "lfs" if is_large(file["path"], file["size"]) else "regular",
                         "shouldIgnore": False,
                         "oid": tree[file["path"]].oid if file["path"] in tree else None,
                     }
@@ -210,6 +239,9 @@ class HubHandler(BaseHTTPRequestHandler):
 
     def commit(self, name: str, revision: str, entries: list[dict[str, Any]]) -> None:
         repository = self.server.repositories[name]
+        if revision not in repository.branches:
+            self.answer({"error": "Invalid rev id"}, 404, {"X-Error-Code": "RevisionNotFound"})
+            return
         tree = dict(repository.trees[repository.branches[revision]])
         for entry in entries:
             value = entry["value"]
@@ -223,6 +255,8 @@ class HubHandler(BaseHTTPRequestHandler):
                     tree[value["path"]] = self.file(self.server.blobs[value["oid"]], is_large=True)
                 case "deletedFile":
                     del tree[value["path"]]
+                    if revision == "main":
+                        (self.server.root / name / value["path"]).unlink()
         commit = hashlib.sha1(f"{name} {len(self.server.commits)}".encode()).hexdigest()
         repository.trees[commit] = tree
         repository.branches[revision] = commit
@@ -302,7 +336,8 @@ class HubHandler(BaseHTTPRequestHandler):
     def visible(self, name: str) -> Repository | None:
         """A repository that the token may read; otherwise the answer is that there is none."""
         repository = self.server.repositories.get(name)
-        if repository is None or (repository.is_private and self.token() not in (TOKEN, READER)):
+        is_refused = repository is not None and repository.is_private and self.token() not in (TOKEN, READER)
+        if repository is None or is_refused or name in self.server.hidden:
             self.answer(
                 {"error": "Repository not found"}, 404 if self.token() else 401, {"X-Error-Code": "RepoNotFound"}
             )

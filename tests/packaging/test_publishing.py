@@ -20,7 +20,7 @@ from hf_txl import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer
 from hf_txl.cli import app
 from hf_txl.publishing import publish
 from hf_txl.remote_code_transfo_xl import code_files
-from tests.packaging.hub_server import READER, TOKEN, HubServer
+from tests.packaging.hub_server import READER, TOKEN, HubServer, Repository
 from tests.packaging.test_remote_code import SIZES, STRANGER, WORDS, assert_same_numbers
 
 ROOT = Path(hf_txl.__file__).parents[1]
@@ -69,6 +69,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def uploads(hub: HubServer) -> list[str]:
     return [request for request in hub.requests if request.startswith("PUT /lfs/")]
+
+
+@pytest.fixture
+def online(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    """The Hub, for calls in this process."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.endpoint)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    return hub
 
 
 # --- publishing and loading
@@ -151,6 +160,40 @@ def test_publishing_again_changes_what_has_changed(hub: HubServer, folder: Path)
     assert repository.branches["next"] != repository.branches["main"]
 
 
+def test_files_are_listed_before_they_are_sent(online: HubServer, folder: Path) -> None:
+    shown: list[tuple[str, int]] = []
+    result = publish(folder, "words", token=TOKEN, write=lambda text: shown.append((text, len(online.requests))))
+    [(text, num_requests)] = shown
+    assert num_requests == 0 and text == result.listing()
+    assert all(f"{path.stat().st_size:,}  {path.name}\n" in text for path in folder.iterdir())
+    assert f"{sum(path.stat().st_size for path in folder.iterdir()):,}  bytes in" in text
+    assert online.commits == ["Upload model"]
+    again = publish(folder, "words", token=TOKEN)
+    assert (again.revision, online.commits) == (result.revision, ["Upload model"]), "nothing has changed"
+
+
+def remove_weights(folder: Path) -> None:
+    for file in folder.glob("model*.safetensors*"):
+        file.unlink()
+
+
+def test_weights_of_an_earlier_upload_are_replaced(online: HubServer, folder: Path) -> None:
+    """The library loads `model.safetensors` rather than several files, and would load the earlier weights."""
+    model = TransfoXLForCausalLM.from_pretrained(folder)
+    remove_weights(folder)
+    model.save_pretrained(folder)
+    assert "model.safetensors" in publish(folder, "words", token=TOKEN).files
+    with torch.no_grad():
+        model.crit.out_layers[0].bias.fill_(3)
+    remove_weights(folder)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    result = publish(folder, "words", token=TOKEN)
+    assert result.removed == ["model.safetensors"] and "Removed: model.safetensors" in str(result)
+    published = online.root / "me" / "words"
+    assert contents(published) == contents(folder)
+    assert torch.equal(TransfoXLForCausalLM.from_pretrained(published).crit.out_layers[0].bias, torch.full((10,), 3.0))
+
+
 # --- interruptions
 
 
@@ -185,8 +228,7 @@ def test_an_upload_that_was_killed_continues(hub: HubServer, folder: Path, momen
     assert not resent & arrived
 
 
-@pytest.mark.full
-def test_a_broken_connection_is_tried_again_or_told(hub: HubServer, folder: Path) -> None:
+def test_a_broken_connection_is_tried_again(online: HubServer, folder: Path) -> None:
     broken: list[str] = []
 
     def once(request: str) -> bool:
@@ -195,13 +237,41 @@ def test_a_broken_connection_is_tried_again_or_told(hub: HubServer, folder: Path
             return False
         return True
 
-    hub.watch = once
-    status, printed = run(hub, folder, "words")
-    if status:
-        assert "Publishing again continues the upload" in printed
-        status, printed = run(hub, folder, "words")
-    assert broken and status == 0, printed
-    assert contents(hub.root / "me" / "words") == contents(folder)
+    online.watch = once
+    publish(folder, "words", token=TOKEN)
+    assert uploads(online).count(broken[0]) == 2
+    assert contents(online.root / "me" / "words") == contents(folder)
+
+
+@pytest.mark.parametrize("moment", ["/commit/", "/whoami-v2", "nobody listens"])
+def test_a_connection_that_stays_broken_is_told(
+    online: HubServer, folder: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    online.watch = lambda request: moment not in request
+    if moment == "nobody listens":
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(
+        OSError, match=r"words could not be uploaded: .*\. Publishing again continues the upload"
+    ) as told:
+        publish(folder, "words", token=TOKEN)
+    assert "onnect" in str(told.value), "no reason"
+    assert not online.commits
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", online.endpoint)
+    online.watch = lambda request: True
+    sent = len(uploads(online))
+    publish(folder, "words", token=TOKEN)
+    assert contents(online.root / "me" / "words") == contents(folder)
+    if moment == "/commit/":
+        assert len(uploads(online)) == sent > 0, "large files were sent again"
+
+
+@pytest.mark.slow
+def test_storage_that_stays_broken_is_told(online: HubServer, folder: Path) -> None:
+    """The library tries half a minute long; the error names the file and the reason."""
+    online.watch = lambda request: not request.startswith("PUT /lfs/")
+    with pytest.raises(OSError, match=r"uploading 'model-.*onnection reset.*Publishing again continues the upload"):
+        publish(folder, "words", token=TOKEN)
+    assert not online.commits
 
 
 # --- refusals
@@ -221,6 +291,46 @@ def test_without_permission_nothing_is_created(hub: HubServer, folder: Path, tok
     assert not hub.repositories
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("they/words", "`token` must have permission to write to they/words"),
+        ("me/hidden", "`repo_id` must be new or visible to the token, but me/hidden exists and is not"),
+    ],
+)
+def test_repositories_of_others_are_refused(online: HubServer, folder: Path, name: str, message: str) -> None:
+    online.repositories["me/hidden"] = Repository(True, {"a" * 40: {}}, {"main": "a" * 40})
+    online.hidden.add("me/hidden")
+    with pytest.raises(PermissionError) as error:
+        publish(folder, name, token=TOKEN)
+    assert message in str(error.value) and "Publishing again" not in str(error.value)
+    assert not online.commits
+
+
+def test_a_card_that_the_hub_refuses_is_told_before_anything_is_created(online: HubServer, folder: Path) -> None:
+    (folder / "README.md").write_text(CARD.replace("apache-2.0", "my own"), encoding="utf-8")
+    with pytest.raises(ValueError, match='README.md must have metadata that the Hub accepts, .*\n.*"license" must be'):
+        publish(folder, "words", token=TOKEN)
+    assert not online.repositories
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "two words", "-words", "words.git"])
+def test_names_that_are_none_are_refused_without_a_connection(folder: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"`repo_id` must be `owner/name` or `name`, but is '{name}'"):
+        publish(folder, name, dry_run=True)
+
+
+def test_hidden_files_stay(folder: Path) -> None:
+    """Passwords above all."""
+    secrets = [".env", ".envrc", ".git/config", "notes/.env", ".eval_results/.env", "notes/__pycache__/x.pyc"]
+    for name in [*secrets, ".eval_results/words.yaml", "notes/read.txt"]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x", encoding="utf-8")
+    files = publish(folder, "words", dry_run=True).files
+    assert not files.keys() & set(secrets)
+    assert {".eval_results/words.yaml", "notes/read.txt"} <= files.keys()
+
+
 def test_a_dry_run_lists_the_files_without_a_connection(folder: Path) -> None:
     (folder / "checkpoint-3").mkdir()
     for name in ("checkpoint-3/optimizer.pt", "training_args.bin", ".hidden", "model.tmp"):
@@ -235,7 +345,7 @@ def test_a_dry_run_lists_the_files_without_a_connection(folder: Path) -> None:
 
 
 def add_pickle(folder: Path) -> None:
-    (folder / "pytorch_model.bin").write_bytes(b"x")
+    (folder / "pytorch_model.BIN").write_bytes(b"x")
 
 
 def drop_weights(folder: Path) -> None:
@@ -251,6 +361,11 @@ def drop_weights(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def two_models(folder: Path) -> None:
+    """What the library leaves after saving in several files and then in one."""
+    TransfoXLForCausalLM.from_pretrained(folder).save_pretrained(folder)
+
+
 def another_tokenizer(folder: Path) -> None:
     TransfoXLTokenizer.from_vocabulary(WORDS[:-1], "pretokenized").save_pretrained(folder)
 
@@ -258,6 +373,12 @@ def another_tokenizer(folder: Path) -> None:
 def another_end(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 5}))
+
+
+def another_padding(folder: Path) -> None:
+    tokenizer = TransfoXLTokenizer.from_vocabulary(WORDS, "pretokenized")
+    tokenizer.pad_token = "<unk>"
+    tokenizer.save_pretrained(folder)
 
 
 def not_a_number(folder: Path) -> None:
@@ -274,10 +395,12 @@ def broken_card(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (add_pickle, "pytorch_model.bin: files that may execute code"),
+        (add_pickle, "pytorch_model.BIN: files that may execute code"),
         (drop_weights, "weights: missing keys ['transformer.layers.0.pos_ff.CoreNet.0.weight']"),
+        (two_models, "model.safetensors and model.safetensors.index.json: only one may be there"),
         (another_tokenizer, f"tokenizer: it must have `vocab_size` ({len(WORDS)}) tokens, but has {len(WORDS) - 1}"),
-        (another_end, "its end token must be `eos_token_id` of the model (5), but is 0"),
+        (another_end, "tokenizer: `eos_token_id` must be that of the model (5), but is 0"),
+        (another_padding, "tokenizer: `pad_token_id` must be that of the model (0), but is 1"),
         (not_a_number, "weights: crit.out_layers.0.bias have NaN or infinity"),
         (broken_card, "README.md: its metadata are not valid"),
     ],
@@ -298,3 +421,14 @@ def test_what_could_be_better_is_told(folder: Path) -> None:
     (folder / "README.md").write_text("# A model\n", encoding="utf-8")
     notes = publish(folder, "me/words", dry_run=True).notes
     assert {"README.md names no license.", "README.md names no library_name."} <= set(notes)
+
+
+def test_code_that_is_not_used_or_not_current_is_told(folder: Path) -> None:
+    (folder / "layout_transfo_xl.py").write_text("# changed\n", encoding="utf-8")
+    [note] = publish(folder, "me/words", dry_run=True).notes
+    assert note.startswith("layout_transfo_xl.py: not the code of the installed hf_txl")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    del config["auto_map"]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    [note] = publish(folder, "me/words", dry_run=True).notes
+    assert note.startswith("`auto_map` in config.json missing, so the folder loads only where hf_txl is installed")
