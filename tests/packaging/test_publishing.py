@@ -277,18 +277,23 @@ def test_storage_that_stays_broken_is_told(online: HubServer, folder: Path) -> N
 # --- refusals
 
 
-@pytest.mark.parametrize(
-    ("token", "message"),
-    [
-        (None, "`token` must be a valid access token of the Hub, but is missing or invalid"),
-        ("hf_wrong", "`token` must be a valid access token of the Hub, but is missing or invalid"),
-        (READER, "`token` must have permission to write to words"),
-    ],
-)
-def test_without_permission_nothing_is_created(hub: HubServer, folder: Path, token: str | None, message: str) -> None:
-    status, printed = run(hub, folder, "words", token=token)
-    assert status == 2 and message in printed
+INVALID = "`token` must be a valid access token of the Hub, but is missing or invalid"
+
+
+def test_without_a_token_nothing_is_created(hub: HubServer, folder: Path) -> None:
+    status, printed = run(hub, folder, "words", token=None)
+    assert status == 2 and INVALID in printed
     assert not hub.repositories
+
+
+@pytest.mark.parametrize(
+    ("token", "message"), [("hf_wrong", INVALID), (READER, "`token` must have permission to write to words")]
+)
+def test_without_permission_nothing_is_created(online: HubServer, folder: Path, token: str, message: str) -> None:
+    with pytest.raises(PermissionError) as error:
+        publish(folder, "words", token=token)
+    assert message in str(error.value)
+    assert not online.repositories
 
 
 @pytest.mark.parametrize(
