@@ -74,7 +74,7 @@ def test_a_compiled_program_refuses_masks_of_other_values() -> None:
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
     expected = model(ids, attention_mask=mask, use_cache=False).logits
     assert_close("logits", program(ids, attention_mask=mask, use_cache=False).logits, expected, ROUNDING)
-    with pytest.raises(RuntimeError, match="`attention_mask` must hold 1"):
+    with pytest.raises(RuntimeError, match="`attention_mask` must be 1"):
         program(ids, attention_mask=mask + 1, use_cache=False)
 
 
@@ -143,7 +143,7 @@ def test_tokens_that_pads_have_displaced_are_not_missed_silently() -> None:
     cache, ids = DynamicCache(config=model.config), random_ids(1, 9)
     mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1]])
     model(ids[:, :6], attention_mask=mask[:, :6], past_key_values=cache)
-    with pytest.raises(ValueError, match="must have no pads after real tokens in a row of which the cache has lost"):
+    with pytest.raises(ValueError, match="must have no pads after real tokens once a row is longer than the window"):
         model(ids[:, 6:], attention_mask=mask, past_key_values=cache)
 
 

@@ -42,8 +42,8 @@ class Job:
         vocab_size (`int`): Its ids are below.
         documents (`bool`): Whether it is a streamed data set of documents.
         kill_at (`tuple[str, int]`, *optional*):
-            Process 0 kills itself at the begin of this step (`"step"`), or when it opens this file, counted from 1,
-            for writing (`"write"`).
+            Process 0 kills itself at the begin of this step (`"step"`), or when it opens or moves this file, counted from 1
+            without the code, for writing (`"write"`).
         sharded (`bool`): Whether a loop trains it whose processes share the weights out among them (FSDP2).
     """
 
@@ -157,8 +157,11 @@ def kill_at(trainer: TransfoXLTrainer, event: str, number: int) -> None:
 
     def hook(name: str, values: tuple) -> None:
         nonlocal opened
-        writes = name == "open" and isinstance(values[1], str) and ("w" in values[1] or "a" in values[1])
-        if (writes or name == "os.rename") and trainer.args.output_dir in str(values[0]):
+        if name not in ("open", "os.rename") or trainer.args.output_dir not in (path := str(values[0])):
+            return
+        reads = name == "open" and not (isinstance(values[1], str) and ("w" in values[1] or "a" in values[1]))
+        # the model's code is the same in every checkpoint: its many files would crowd out the others
+        if not reads and not path.endswith(".py"):
             opened += 1
             if opened == number:
                 die()
