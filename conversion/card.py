@@ -6,6 +6,8 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
+from hf_txl.cards import usage
+
 
 def sha256(file: Path) -> str:
     """The SHA-256 hash of a file, in hexadecimal digits."""
@@ -31,6 +33,7 @@ class Card:
     auto_class: str
     pipeline_tag: str
     license: str = "other"
+    holds_code: bool = True
     checked: list[str] = field(default_factory=list)
 
     def text(self) -> str:
@@ -38,6 +41,7 @@ class Card:
         template = resources.files("hf_txl.model_cards").joinpath("TEMPLATE.md").read_text(encoding="utf-8")
         blanks = {
             **vars(self),
+            "usage": usage(self.name, self.auto_class, self.holds_code),
             "files": "\n".join(f"| {file.name} | `{sha256(file)}` |" for file in self.files),
             "parameters": f"{self.parameters:,}",
             "settings": "\n".join(f"| `{name}` | `{value}` | {origin} |" for name, value, origin in self.settings),

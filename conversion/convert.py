@@ -273,6 +273,7 @@ def _card(checkpoint: Checkpoint, model: SourceModel, result: Conversion, option
         auto_class=auto_class,
         pipeline_tag=pipeline_tag,
         license=options.license,
+        holds_code=model.config.save_code,
         checked=result.checks(),
     )
 

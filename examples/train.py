@@ -12,8 +12,8 @@ A recipe is a JSON file with published settings: the architecture, the training,
 processes together. Options override it: `--set name=value …` for the model, options of the same name for the training
 (`--help` lists them), and `--batch_size` for the streams.
 
-The output folder holds the model with its tokenizer, `results.json` (learning curve, evaluations, settings, machine)
-and, if matplotlib is installed, a plot in `curves.png`.
+The output folder holds the model with its tokenizer and its card, `results.json` (learning curve, evaluations,
+settings, machine) and, if matplotlib is installed, a plot in `curves.png`.
 """
 
 import difflib
@@ -32,8 +32,6 @@ from transformers import AutoTokenizer, HfArgumentParser
 
 import hf_txl
 from hf_txl.corpus import tokenize_corpus
-from hf_txl.scoring import evaluate_stream
-from hf_txl.token_ids import as_tokens
 from hf_txl.tokenization_transfo_xl import build_vocabulary
 from hf_txl.training import TransfoXLTrainer, TransfoXLTrainingArguments, last_checkpoint
 
@@ -163,29 +161,12 @@ def find_tokenizer(data: DataArguments, args: TransfoXLTrainingArguments) -> Any
     return AutoTokenizer.from_pretrained(folder)
 
 
-def evaluations(trainer: TransfoXLTrainer, tokens: torch.Tensor, mem_lens: list[int]) -> list[dict[str, Any]]:
-    """Loss of the validation text by memory length, in segments of the training's length."""
-    rows = []
-    for mem_len in mem_lens:
-        score = evaluate_stream(
-            trainer.accelerator.unwrap_model(trainer.model),
-            tokens,
-            segment_length=trainer.args.segment_length,
-            batch_size=trainer.args.per_device_eval_batch_size,
-            mem_len=mem_len,
-        )
-        rows.append({"mem_len": mem_len, "loss": score.loss, "perplexity": score.perplexity})
-        rows[-1] |= {"bits_per_token": score.bits_per_token, "predictions": score.predictions}
-        print(f"memory {mem_len:5d}: perplexity {score.perplexity:.3f}, {score.bits_per_token:.4f} bits per token")
-    return rows
-
-
-def write_results(trainer: TransfoXLTrainer, by_memory: list[dict[str, Any]]) -> None:
+def write_results(trainer: TransfoXLTrainer) -> None:
     """Write `results.json` and a plot of the learning curve."""
     folder, history = Path(trainer.args.output_dir), trainer.state.log_history
     results = {
         "history": history,
-        "by_memory": by_memory,
+        "by_memory": trainer.by_memory,
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "model": trainer.model.config.to_diff_dict(),
         "training": {name: getattr(trainer.args, name) for name in RECORDED},
@@ -249,8 +230,15 @@ def main() -> None:
     if validation is not None:
         trainer.log_metrics("eval", trainer.evaluate())
     if trainer.is_world_process_zero():
-        by_memory = [] if validation is None else evaluations(trainer, as_tokens(validation)[:], data.mem_lens)
-        write_results(trainer, by_memory)
+        if validation is not None:
+            for row in trainer.evaluate_memory_lengths(data.mem_lens):
+                print(
+                    "memory {mem_len:5d}: perplexity {perplexity:.3f}, {bits_per_token:.4f} bits per token".format(
+                        **row
+                    )
+                )
+        write_results(trainer)
+        trainer.create_model_card(dataset=[Path(file).name for file in data.train_file])
     if args.push_to_hub:
         trainer.push_to_hub()
 

@@ -23,6 +23,7 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SchedulerType
 
+from .cards import TrainedModelCard
 from .data import DocumentStreams, TokenStreams, check_sizes
 from .memory_transfo_xl import TransfoXLMemory
 from .modeling_transfo_xl import TransfoXLForCausalLM
@@ -140,7 +141,7 @@ class _InOrder(Dataset[Any]):
         self.streams.set_epoch(epoch)
 
 
-class TransfoXLTrainer(Trainer):
+class TransfoXLTrainer(TrainedModelCard, Trainer):
     """The library's `Trainer` for a [`TransfoXLForCausalLM`] that reads streams with memory.
 
     The memory of each process is `trainer.memory`. It is reset where a stream begins, saved with every checkpoint
@@ -149,7 +150,8 @@ class TransfoXLTrainer(Trainer):
     an uninterrupted one.
 
     Logs get `perplexity` and `bits_per_token` beside `loss`; evaluation gives `eval_loss` (mean over all predictions),
-    `eval_perplexity`, `eval_bits_per_token` and `eval_predictions`.
+    `eval_perplexity`, `eval_bits_per_token` and `eval_predictions`. `create_model_card` and `push_to_hub` write a card
+    with data, settings and losses, by memory length too after `evaluate_memory_lengths`.
 
     Args:
         model, args, train_dataset, eval_dataset and the others: As for `Trainer`, with `args` a

@@ -110,6 +110,7 @@ def test_the_code_of_the_model_can_be_left_out(tmp_path: Path) -> None:
         assert ("auto_map" in json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))) is has_code
     # the command in the card leaves it out as well
     assert command_in(tmp_path / "out")[4:] == ["--set", "save_code=false"]
+    assert "trust_remote_code" not in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     # a vocabulary has none
     vocabulary = FIXTURES / "vocabularies" / "legacy-tokenizer" / "vocab.pkl"
     assert run("convert", vocabulary, tmp_path / "tokenizer", "--no-remote-code").exit_code == 0

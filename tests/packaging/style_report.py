@@ -66,7 +66,8 @@ def pages() -> list[Source]:
 
 def is_command(node: Function) -> bool:
     """Whether a function is a command of typer: each parameter declares an option, with its help."""
-    return any(".command" in ast.unparse(decorator) for decorator in node.decorator_list)
+    notes = [ast.unparse(argument.annotation or node.args) for argument in [*node.args.args, *node.args.kwonlyargs]]
+    return bool(notes) and all("typer.Option(" in note or "typer.Argument(" in note for note in notes)
 
 
 def body_length(node: Function) -> int:
@@ -84,9 +85,10 @@ def num_parameters(node: Function) -> int:
     """Parameters without `self` and `cls`, those behind a star included; 0 where something else dictates them.
 
     That is `forward`, whose parameters are the arguments of a model, a contract with the library, or the tensors of an
-    autograd function, which are found only among its own arguments; and a command, whose parameters are its options.
+    autograd function, which are found only among its own arguments; `create_model_card`, which the library calls; and
+    a command, whose parameters are its options.
     """
-    if node.name == "forward" or is_command(node):
+    if node.name in ("forward", "create_model_card") or is_command(node):
         return 0
     arguments = node.args
     named = [argument.arg for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]

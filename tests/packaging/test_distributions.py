@@ -20,7 +20,13 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[2]
 # folders of the repository and where the wheel puts them
 PACKAGES = {"hf_txl": "hf_txl", "conversion": "hf_txl/conversion", "model_cards": "hf_txl/model_cards"}
-DATA = ("hf_txl/py.typed", "hf_txl/demo_text/*", "model_cards/TEMPLATE.md")
+DATA = (
+    "hf_txl/py.typed",
+    "hf_txl/demo_text/*",
+    "hf_txl/example/*",
+    "model_cards/TEMPLATE.md",
+    "model_cards/TRAINED.md",
+)
 # modules that a user of models need not have
 EXTRAS = {"accelerate", "datasets", "peft", "sklearn", "tensorflow"}
 STRANGER = Path(__file__).with_name("without_package.py")

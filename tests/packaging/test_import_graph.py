@@ -126,7 +126,8 @@ LIBRARY = {
     "data": {"token_ids"},
     "scoring": {"data", "memory_transfo_xl", "modeling_transfo_xl", "token_ids"},
     "text_generation": {"data", "memory_transfo_xl", "modeling_transfo_xl", "options", "tokenization_transfo_xl"},
-    "training": {"data", "memory_transfo_xl", "modeling_transfo_xl", "scoring", "token_ids"},
+    "cards": {"remote_code_transfo_xl", "scoring", "token_ids"},
+    "training": {"cards", "data", "memory_transfo_xl", "modeling_transfo_xl", "scoring", "token_ids"},
     "demo": {
         "configuration_transfo_xl",
         "data",

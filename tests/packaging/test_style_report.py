@@ -35,7 +35,8 @@ def test_functions_are_measured_without_docstring_and_self() -> None:
 def test_parameters_that_something_else_dictates_do_not_count() -> None:
     many = function(2, 9)
     assert holds(list(function_measures([Source("a.py", many.replace("def f", "def forward"))]))) == [True, True, True]
-    command = "@app.command()\ndef f(\n" + "    p: int,\n" * 70 + ') -> None:\n    """d"""\n' + "    x = 1\n" * 59
+    option = '    p: Annotated[int, typer.Option("--p")],\n'
+    command = "def f(\n" + option * 70 + ') -> None:\n    """d"""\n' + "    x = 1\n" * 59
     short = function(2) * 3
     assert holds(list(function_measures([Source("a.py", short + command)]))) == [True, True, True]
     assert holds(list(function_measures([Source("a.py", short + command + "    x = 1\n" * 2)]))) == [False, True, True]

@@ -42,8 +42,8 @@ class Job:
         vocab_size (`int`): Its ids are below.
         documents (`bool`): Whether it is a streamed data set of documents.
         kill_at (`tuple[str, int]`, *optional*):
-            Process 0 kills itself at the begin of this step (`"step"`), or when it opens or moves this file, counted from 1
-            without the code, for writing (`"write"`).
+            Process 0 kills itself at the begin of this step (`"step"`), or when it opens or moves this file to write
+            (`"write"`), counted from 1 and without the code.
         sharded (`bool`): Whether a loop trains it whose processes share the weights out among them (FSDP2).
     """
 
