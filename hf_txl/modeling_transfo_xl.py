@@ -482,6 +482,9 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             given = "neither" if input_ids is None else "both"
             raise ValueError(f"Exactly one of `input_ids` and `inputs_embeds` must be given, but {given} are.")
+        name, tensor = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"`{name}` must be a tensor, but is a {type(tensor).__name__}.")
         d_model = self.config.d_model
         if input_ids is not None and input_ids.dim() != 2:
             raise ValueError(
@@ -492,9 +495,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 f"`inputs_embeds` must have shape (batch_size, sequence_length, d_model={d_model}), "
                 f"but has {list(inputs_embeds.shape)}."
             )
-        for name, tensor in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)):
-            if tensor is not None and 0 in tensor.shape[:2]:
-                raise ValueError(f"`{name}` must hold at least one token per row, but has shape {list(tensor.shape)}.")
+        if 0 in tensor.shape[:2]:
+            raise ValueError(f"`{name}` must hold at least one token per row, but has shape {list(tensor.shape)}.")
         if inputs_embeds is not None:
             # a copy, since a memory may store the input of the first layer
             return inputs_embeds.clone()

@@ -76,6 +76,11 @@ def test_exactly_one_kind_of_input_is_taken(given: dict[str, Any]) -> None:
         make_model()(**given)
 
 
+def test_input_is_a_tensor() -> None:
+    with pytest.raises(TypeError, match="`input_ids` must be a tensor, but is a list"):
+        make_model()([[1, 2, 3]])
+
+
 @torch.no_grad()
 def test_tuples_hold_what_the_output_holds_in_its_order() -> None:
     model = make_model()
