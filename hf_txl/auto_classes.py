@@ -5,14 +5,15 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
 )
 
+from .classification_transfo_xl import TransfoXLForSequenceClassification, TransfoXLForTokenClassification
 from .configuration_transfo_xl import TransfoXLConfig
 from .memory_transfo_xl import TransfoXLMemory
 from .modeling_transfo_xl import (
     TransfoXLForCausalLM,
-    TransfoXLForSequenceClassification,
     TransfoXLLMHeadModel,
     TransfoXLModel,
     TransfoXLPreTrainedModel,
@@ -23,12 +24,14 @@ AutoConfig.register("transfo-xl", TransfoXLConfig, exist_ok=True)
 AutoModel.register(TransfoXLConfig, TransfoXLModel, exist_ok=True)
 AutoModelForCausalLM.register(TransfoXLConfig, TransfoXLForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(TransfoXLConfig, TransfoXLForSequenceClassification, exist_ok=True)
+AutoModelForTokenClassification.register(TransfoXLConfig, TransfoXLForTokenClassification, exist_ok=True)
 AutoTokenizer.register(TransfoXLConfig, tokenizer_class=TransfoXLTokenizer, exist_ok=True)
 
 __all__ = [
     "TransfoXLConfig",
     "TransfoXLForCausalLM",
     "TransfoXLForSequenceClassification",
+    "TransfoXLForTokenClassification",
     "TransfoXLLMHeadModel",
     "TransfoXLMemory",
     "TransfoXLModel",

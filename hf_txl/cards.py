@@ -23,6 +23,7 @@ PIPELINES = {
     "AutoModel": "feature-extraction",
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
 }
 USAGE = """\
 ```python

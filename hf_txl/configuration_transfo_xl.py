@@ -36,6 +36,7 @@ ATTENTION_KINDS = {
 ABSOLUTE_KINDS = ("absolute_sinusoid", "absolute_learned")
 RELATIVE_KINDS = ("transformer_xl", "learned_relative", "shaw", "huang")
 MEMORY_INITS = ("empty", "zeros")
+POOLINGS = ("last", "mean", "max")
 # fields whose default is derived from other fields
 DERIVED_FIELDS = (
     "cutoffs",
@@ -143,6 +144,9 @@ class TransfoXLConfig(PreTrainedConfig):
         sample_softmax (`int`, defaults to -1): Read from old files; positive values are not supported.
         ext_len (`int`, defaults to 0):
             Read from old files: number of tokens that evaluation repeats at the start of the next segment.
+        classifier_pooling (`str`, defaults to `"last"`):
+            What [`TransfoXLForSequenceClassification`] classifies: the hidden state of the `"last"` token, or the
+            `"mean"` or `"max"` of all.
         save_code (`bool`, defaults to `True`):
             Whether `save_pretrained` and `push_to_hub` also write the code of the models and an `auto_map`, so that
             the folder loads with `trust_remote_code=True` where this package is not installed.
@@ -208,6 +212,7 @@ class TransfoXLConfig(PreTrainedConfig):
     sample_softmax: int = -1
     ext_len: int = 0
     use_cache: bool = True
+    classifier_pooling: str = "last"
     save_code: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -529,6 +534,7 @@ def range_violations(config: TransfoXLConfig) -> Iterator[Violation]:
 def attention_violations(config: TransfoXLConfig) -> Iterator[Violation]:
     for name, allowed in (
         ("memory_init", MEMORY_INITS),
+        ("classifier_pooling", POOLINGS),
         ("attention_kind", (*RELATIVE_KINDS, *ABSOLUTE_KINDS)),
         ("init", ("normal", "uniform")),
     ):

@@ -370,6 +370,47 @@ class DocumentStreams(IterableDataset[dict[str, torch.Tensor]]):
                 yield {name: tensor[row] for name, tensor in segment.items()}
 
 
+def pad_rows(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad rows on the left, so that they end together.
+
+    Args:
+        rows (`list[torch.Tensor]`): Token ids of each row, of any lengths.
+
+    Returns:
+        `tuple`: ids, 0 on pads, and a mask, 1 for tokens and 0 for pads, of shape `(rows, longest row)`, int64.
+    """
+    length = max(map(len, rows))
+    ids = torch.stack([F.pad(row.long(), (length - len(row), 0)) for row in rows])
+    lengths = torch.tensor([[len(row)] for row in rows])
+    return ids, (torch.arange(length) >= length - lengths).long()
+
+
+class DocumentCollator:
+    """Makes batches of documents with labels, for `Trainer` and for loops; a classifier reads them in segments.
+
+    Args:
+        segment_length, gradient_segments (`int`, *optional*):
+            Arguments of [`TransfoXLForSequenceClassification`]'s `forward`, which each batch holds if they are given.
+
+    Each example is a `dict` with `input_ids` (`list[int]`) and `label` or `labels` (`int`, `float` or a list); other
+    entries are left out. A batch holds `input_ids` and `attention_mask`, padded on the left, and `labels`.
+    """
+
+    def __init__(self, segment_length: int | None = None, gradient_segments: int | None = None):
+        given = {"segment_length": segment_length, "gradient_segments": gradient_segments}
+        self.settings = {name: size for name, size in given.items() if size is not None}
+        check_sizes(**self.settings)
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """The batch of these examples."""
+        ids, mask = pad_rows([torch.as_tensor(example["input_ids"]) for example in examples])
+        batch: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, **self.settings}
+        labels = [example.get("labels", example.get("label")) for example in examples]
+        if all(label is not None for label in labels):
+            batch["labels"] = torch.tensor(labels)
+        return batch
+
+
 def check_frequency_order(token_ids: Any, config: Any) -> list[float]:
     """Warn if a cluster of the vocabulary is used more often per token than a bucket before it.
 

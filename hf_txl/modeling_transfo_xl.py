@@ -1,4 +1,4 @@
-"""Transformer-XL models: layers, base model, language model, sequence classification.
+"""Transformer-XL models: layers, base model, language model.
 
 Follows [Dai et al., 2019](https://arxiv.org/abs/1901.02860) and `mem_transformer.py` of the original PyTorch code.
 Modules keep the published weight names, so every Transformer-XL checkpoint loads without a mapping.
@@ -15,7 +15,6 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
 from transformers.utils import can_return_tuple, logging
@@ -48,7 +47,6 @@ from .outputs_transfo_xl import (
     CACHE_NAME,
     TransfoXLCausalLMOutput,
     TransfoXLModelOutput,
-    TransfoXLSequenceClassifierOutput,
 )
 from .segment_transfo_xl import Segment
 from .weights_transfo_xl import is_plain
@@ -672,115 +670,15 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
 TransfoXLLMHeadModel = TransfoXLForCausalLM
 
 
-class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
-    """Transformer-XL with a linear classifier on the last real token of each row."""
-
-    def __init__(self, config: TransfoXLConfig):
-        super().__init__(config)
-        assert config.num_labels is not None
-        self.num_labels = config.num_labels
-        self.transformer = TransfoXLModel(config)
-        # published name
-        self.score = nn.Linear(config.d_model, self.num_labels, bias=False)
-        # not inferred from the class name, as above
-        self.loss_type = "ForSequenceClassification"
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        cache: Any = None,
-        past_key_values: Any = None,
-        labels: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | int | Sequence[int] | None = None,
-        **kwargs: Any,
-    ) -> TransfoXLSequenceClassifierOutput:
-        """Classify each batch row by the hidden state of its rightmost real token.
-
-        Args:
-            input_ids, attention_mask, inputs_embeds, cache, past_key_values, use_cache, output_attentions,
-            output_hidden_states, position_ids: As for [`TransfoXLModel`]. Without a mask, the rightmost token
-                other than `config.pad_token_id`, if that is set.
-            labels (`torch.Tensor` of shape `(batch_size,)` or `(batch_size, num_labels)`, *optional*):
-                Class indices, regression targets or 0/1 per class, depending on `config.problem_type`.
-
-        Returns:
-            [`TransfoXLSequenceClassifierOutput`] with `logits` of shape `(batch_size, num_labels)`.
-        """
-        self._check_keywords(kwargs)
-        num_items = kwargs.pop("num_items_in_batch", None)
-        inputs = input_ids if input_ids is not None else inputs_embeds
-        if labels is not None and inputs is not None:
-            self._check_labels(labels, len(inputs))
-        outputs = self.transformer(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            cache=cache,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-            **kwargs,
-        )
-        hidden_states = outputs.last_hidden_state
-        batch_size, query_length = hidden_states.shape[:2]
-        if attention_mask is not None:
-            real = attention_mask[:, -query_length:].to(hidden_states.device) != 0
-        elif input_ids is not None and self.config.pad_token_id is not None:
-            real = input_ids != self.config.pad_token_id
-        else:
-            real = torch.ones(batch_size, query_length, dtype=torch.bool, device=hidden_states.device)
-        # index of the rightmost real token; 0 in a row without any
-        last = (real * torch.arange(query_length, device=real.device)).argmax(dim=-1)
-        pooled_logits = self.score(hidden_states[torch.arange(batch_size, device=last.device), last])
-
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits=pooled_logits,
-                labels=labels,
-                pooled_logits=pooled_logits,
-                config=self.config,
-                num_items_in_batch=num_items,
-            )
-        return TransfoXLSequenceClassifierOutput(
-            loss=loss,
-            logits=pooled_logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **{CACHE_NAME: outputs[CACHE_NAME] if CACHE_NAME in outputs else None},
-        )
-
-    def _check_labels(self, labels: torch.Tensor, batch_size: int) -> None:
-        if len(labels) != batch_size:
-            raise ValueError(f"`labels` must have one entry per row ({batch_size}), but has {len(labels)}.")
-        is_class = self.config.problem_type == "single_label_classification" or (
-            self.config.problem_type is None and self.num_labels > 1 and not labels.is_floating_point()
-        )
-        if is_class:
-            check_ids("labels", labels, self.num_labels, ignored=-100, bound="num_labels")
-
-
 # Mappings by which the library's `Trainer` and programs such as lm-eval look up the task of a model. Those of
 # configurations and tokenizers are left as they are: for their entries the library imports a module of its own.
 MODEL_MAPPING_NAMES.setdefault(TransfoXLConfig.model_type, TransfoXLModel.__name__)
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(TransfoXLConfig.model_type, TransfoXLForCausalLM.__name__)
-MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.setdefault(
-    TransfoXLConfig.model_type, TransfoXLForSequenceClassification.__name__
-)
 
 check_library(TransfoXLForCausalLM, AT_IMPORT)
 
 __all__ = [
     "TransfoXLForCausalLM",
-    "TransfoXLForSequenceClassification",
     "TransfoXLLMHeadModel",
     "TransfoXLModel",
     "TransfoXLPreTrainedModel",

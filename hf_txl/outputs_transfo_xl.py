@@ -4,12 +4,14 @@
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
     SequenceClassifierOutputWithPast,
+    TokenClassifierOutput,
 )
 
 from .legacy_names_transfo_xl import LegacyOutputNames
@@ -25,6 +27,18 @@ class TransfoXLModelOutput(LegacyOutputNames, BaseModelOutputWithPast):
 @dataclass
 class TransfoXLSequenceClassifierOutput(LegacyOutputNames, SequenceClassifierOutputWithPast):
     """Output of [`TransfoXLForSequenceClassification`]: fields of `SequenceClassifierOutputWithPast`."""
+
+
+@dataclass
+class TransfoXLTokenClassifierOutput(LegacyOutputNames, TokenClassifierOutput):
+    """Output of [`TransfoXLForTokenClassification`]: fields of `TokenClassifierOutput`, and the cache.
+
+    Args:
+        cache / past_key_values: State to continue from; both names are fields, and one of them is set.
+    """
+
+    cache: Any = None
+    past_key_values: Any = None
 
 
 @dataclass
@@ -45,4 +59,10 @@ class TransfoXLCausalLMOutput(LegacyOutputNames, CausalLMOutputWithPast):
     losses: torch.Tensor | None = None
 
 
-__all__ = ["CACHE_NAME", "TransfoXLCausalLMOutput", "TransfoXLModelOutput", "TransfoXLSequenceClassifierOutput"]
+__all__ = [
+    "CACHE_NAME",
+    "TransfoXLCausalLMOutput",
+    "TransfoXLModelOutput",
+    "TransfoXLSequenceClassifierOutput",
+    "TransfoXLTokenClassifierOutput",
+]

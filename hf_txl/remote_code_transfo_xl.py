@@ -20,20 +20,21 @@ logger = logging.get_logger(__name__)
 # version of these files, written to `config.json`; equal to `hf_txl.__version__`
 CODE_VERSION = "0.1.0.dev0"
 VERSION_KEY = "hf_txl_version"
-MODELS = "modeling_transfo_xl"
+MODELS, CLASSIFIERS = "modeling_transfo_xl", "classification_transfo_xl"
 AUTO_MAP = {
     "AutoConfig": "configuration_transfo_xl.TransfoXLConfig",
     "AutoModel": f"{MODELS}.TransfoXLModel",
     "AutoModelForCausalLM": f"{MODELS}.TransfoXLForCausalLM",
-    "AutoModelForSequenceClassification": f"{MODELS}.TransfoXLForSequenceClassification",
+    "AutoModelForSequenceClassification": f"{CLASSIFIERS}.TransfoXLForSequenceClassification",
+    "AutoModelForTokenClassification": f"{CLASSIFIERS}.TransfoXLForTokenClassification",
 }
 
 
 def code_files() -> list[Path]:
-    """The files that a model needs: that of the models, and those that it imports, directly or not."""
+    """The files that a model needs: that of the classifiers, and those that it imports, directly or not."""
     # The library copies a file with all that it imports by such lines. With this one, a configuration that is loaded
     # alone comes with the models, and is of the same class as theirs.
-    from .modeling_transfo_xl import __file__ as models
+    from .classification_transfo_xl import __file__ as models
 
     return sorted({Path(models), *map(Path, get_relative_import_files(models))})
 

@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from .data import IGNORED, check_sizes, num_unscored
+from .classification_transfo_xl import TransfoXLForSequenceClassification, pieces_of, read_pieces
+from .configuration_transfo_xl import POOLINGS
+from .data import IGNORED, check_sizes, num_unscored, pad_rows
 from .memory_transfo_xl import TransfoXLMemory
-from .modeling_transfo_xl import TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLPreTrainedModel
+from .modeling_transfo_xl import TransfoXLForCausalLM, TransfoXLPreTrainedModel
 from .token_ids import checked_tokens
 
 
@@ -361,26 +363,40 @@ def embed_documents(
     *,
     segment_length: int = 512,
     batch_size: int = 8,
+    pooling: str = "last",
     progress: bool = False,
     **settings: Any,
 ) -> torch.Tensor:
-    """One vector for each document of any length: the hidden state of its last token.
+    """One vector for each document of any length: the hidden state of its last token, or the mean or maximum of all.
 
-    Documents are read in segments with a memory, batched by length; batching does not change the result. With
-    `same_length=True` and relative positions it is that of one pass over the whole document.
+    Documents are read in segments with a memory, batched by length; batching does not change the result. They are cut
+    from the end, as [`TransfoXLForSequenceClassification`] does in training: the last segment is full. With
+    `same_length=True` and relative positions the result is that of one pass over the whole document.
 
     Args:
         model ([`TransfoXLModel`] or a model with a head): The model.
         documents (`list[list[int]]`): Token ids of each document, at least one.
         segment_length (`int`, defaults to 512): Tokens of a document that are read in one call.
         batch_size (`int`, defaults to 8): Documents read together.
+        pooling (`str`, defaults to `"last"`): `"last"`, `"mean"` or `"max"`.
         progress (`bool`, defaults to `False`): Whether to show a progress bar.
         settings: Arguments of [`TransfoXLMemory`] (`mem_len`, `clamp_len`, `same_length`, `memory_init`).
 
     Returns:
         `torch.Tensor` of shape `(num_documents, d_model)` on the model's device.
+
+    Example:
+
+    ```python
+    >>> def embed(batch):
+    ...     return {"embedding": embed_documents(model, batch["input_ids"]).cpu().numpy()}
+
+    >>> dataset = dataset.map(embed, batched=True, batch_size=64)
+    ```
     """
     check_sizes(segment_length=segment_length, batch_size=batch_size)
+    if pooling not in POOLINGS:
+        raise ValueError(f"`pooling` must be one of {list(POOLINGS)}, but is {pooling!r}.")
     texts = _token_lists("documents", documents, model.config.vocab_size)
     for index, text in enumerate(texts):
         if len(text) == 0:
@@ -389,13 +405,12 @@ def embed_documents(
     bar = tqdm(total=len(texts), unit="doc", desc="reading", disable=not progress)
     with _inference(model), bar:
         for indices in _batches_by_length(texts, batch_size):
+            ids, mask = pad_rows([texts[index] for index in indices])
+            pieces = pieces_of(ids.to(model.device), mask.to(model.device), segment_length)
             memory = model.init_memory(len(indices), **settings)
-            for lengths, input_ids in _segments([texts[index] for index in indices], segment_length, model.device):
-                memory = _continuing(memory, len(lengths))
-                states = model.base_model(input_ids, cache=memory).last_hidden_state
-                # a later segment of the document overwrites it
-                for index, length, row_states in zip(indices, lengths, states, strict=False):
-                    vectors[index] = row_states[length - 1].clone()
+            base: Any = model.base_model
+            for index, vector in zip(indices, read_pieces(base, pieces, memory, pooling), strict=True):
+                vectors[index] = vector
             bar.update(len(indices))
     if not vectors:
         return torch.empty(0, model.config.d_model, device=model.device)
@@ -405,24 +420,18 @@ def embed_documents(
 def classify_documents(
     model: TransfoXLForSequenceClassification,
     documents: Sequence[torch.Tensor | Sequence[int]],
-    *,
-    segment_length: int = 512,
-    batch_size: int = 8,
-    progress: bool = False,
     **settings: Any,
 ) -> torch.Tensor:
-    """Class scores for each document of any length, from the hidden state of its last token.
+    """Class scores for each document of any length, pooled as `model.config.classifier_pooling` says.
 
     Args:
         model ([`TransfoXLForSequenceClassification`]): The model.
-        documents, segment_length, batch_size, progress, settings: As for [`embed_documents`].
+        documents, settings: As for [`embed_documents`], without `pooling`.
 
     Returns:
         `torch.Tensor` of shape `(num_documents, num_labels)`: logits, on the model's device.
     """
-    vectors = embed_documents(
-        model, documents, segment_length=segment_length, batch_size=batch_size, progress=progress, **settings
-    )
+    vectors = embed_documents(model, documents, pooling=model.config.classifier_pooling, **settings)
     with torch.no_grad():
         logits: torch.Tensor = model.score(vectors)
     return logits

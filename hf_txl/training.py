@@ -50,6 +50,9 @@ class TransfoXLTrainingArguments(TrainingArguments):
     Args:
         segment_length (`int`, defaults to 150): Tokens of a stream in one forward call, L.
         mem_len, clamp_len, same_length (*optional*): As for [`TransfoXLMemory`]; default: the model's configuration.
+        gradient_segments (`int`, defaults to 1):
+            For [`~hf_txl.document_training.TransfoXLDocumentTrainer`]: segments at the end of a document through which
+            gradients pass.
         layout (`str`, defaults to `"stream"`):
             How the rows of a data set become streams: `"stream"`: as one long text, which is cut into as many pieces
             as there are streams ([`TokenStreams`]; an `IterableDataset` cannot be cut, so each stream takes its next
@@ -74,6 +77,7 @@ class TransfoXLTrainingArguments(TrainingArguments):
     mem_len: int | None = field(default=None, metadata={"help": "Positions of memory in training."})
     clamp_len: int | None = field(default=None, metadata={"help": "Largest distance in training; below 1: none."})
     same_length: bool | None = field(default=None, metadata={"help": "Equal numbers of keys in training."})
+    gradient_segments: int = field(default=1, metadata={"help": "Segments of a classified document with gradients."})
     layout: str = field(default="stream", metadata={"help": f"One of {', '.join(LAYOUTS)}."})
     varlen: bool = field(default=False, metadata={"help": "Segments of random length."})
     eval_segment_length: int | None = field(default=None, metadata={"help": "Tokens per call in evaluation."})
@@ -92,6 +96,7 @@ class TransfoXLTrainingArguments(TrainingArguments):
             raise ValueError("`remove_unused_columns` must be False, or `shift_labels` would be dropped.")
         check_sizes(
             segment_length=self.segment_length,
+            gradient_segments=self.gradient_segments,
             per_device_train_batch_size=self.per_device_train_batch_size,
             per_device_eval_batch_size=self.per_device_eval_batch_size,
             gradient_accumulation_steps=self.gradient_accumulation_steps,
@@ -170,12 +175,17 @@ class TransfoXLTrainer(TrainedModelCard, Trainer):
     def __init__(self, model: Any = None, args: Any = None, **settings: Any):
         if not isinstance(args, TransfoXLTrainingArguments):
             raise ValueError(f"`args` must be a `TransfoXLTrainingArguments`, but is a {type(args).__name__}.")
+        if args.gradient_segments != 1:
+            raise ValueError(f"`gradient_segments` must be 1 for a language model, but is {args.gradient_segments}.")
         if settings.get("compute_metrics") is not None:
             raise ValueError("`compute_metrics` must be None: evaluation computes losses and keeps no logits.")
         if model is not None or settings.get("model_init") is None:
             base = model.get_base_model() if hasattr(model, "get_base_model") else model
             if not isinstance(getattr(base, "_orig_mod", base), TransfoXLForCausalLM):
-                raise ValueError(f"`model` must be a `TransfoXLForCausalLM`, but is a {type(model).__name__}.")
+                raise ValueError(
+                    f"`model` must be a `TransfoXLForCausalLM`, but is a {type(model).__name__}; classifiers have "
+                    "`hf_txl.document_training.TransfoXLDocumentTrainer`, and the library's `Trainer` works as well."
+                )
         self._use_cache = None if model is None else model.config.use_cache
         # rows are of equal length; the library's choice for a tokenizer would pad them
         super().__init__(model=model, args=args, **{"data_collator": default_data_collator, **settings})

@@ -21,7 +21,7 @@ CONVERSION = "conversion"  # a source folder beside the package, installed as hf
 REFERENCE = "reference"  # a folder inside the package
 
 # an import that is there for the library, which copies code by such lines; it runs when a folder is saved
-UPWARDS = {("remote_code_transfo_xl", "modeling_transfo_xl")}
+UPWARDS = {("remote_code_transfo_xl", "classification_transfo_xl")}
 
 # the package's modules by layer, each with the modules of ours that it may import
 FLAT = {
@@ -106,6 +106,13 @@ FLAT = {
         "segment_transfo_xl",
         "weights_transfo_xl",
     },
+    "classification_transfo_xl": {
+        "arguments_transfo_xl",
+        "configuration_transfo_xl",
+        "memory_transfo_xl",
+        "modeling_transfo_xl",
+        "outputs_transfo_xl",
+    },
 }
 LIBRARY = {
     **FLAT,
@@ -115,6 +122,7 @@ LIBRARY = {
     "options": set(),
     "token_ids": set(),
     "auto_classes": {
+        "classification_transfo_xl",
         "configuration_transfo_xl",
         "memory_transfo_xl",
         "modeling_transfo_xl",
@@ -124,10 +132,18 @@ LIBRARY = {
     "publishing": {"auto_classes", "model_info", "remote_code_transfo_xl"},
     "corpus": {"token_ids", "tokenization_transfo_xl"},
     "data": {"token_ids"},
-    "scoring": {"data", "memory_transfo_xl", "modeling_transfo_xl", "token_ids"},
+    "scoring": {
+        "classification_transfo_xl",
+        "configuration_transfo_xl",
+        "data",
+        "memory_transfo_xl",
+        "modeling_transfo_xl",
+        "token_ids",
+    },
     "text_generation": {"data", "memory_transfo_xl", "modeling_transfo_xl", "options", "tokenization_transfo_xl"},
     "cards": {"remote_code_transfo_xl", "scoring", "token_ids"},
     "training": {"cards", "data", "memory_transfo_xl", "modeling_transfo_xl", "scoring", "token_ids"},
+    "document_training": {"classification_transfo_xl", "data", "training"},
     "demo": {
         "configuration_transfo_xl",
         "data",
