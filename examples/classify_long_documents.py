@@ -2,10 +2,10 @@
 
     python examples/classify_long_documents.py --output_dir runs/documents
 
-Each document is 2,000 consecutive words of the demo text (Shakespeare), with a phrase among its first 50 words that
-names one of four cities: its class. Both classifiers are the same model with the same training. They read documents in
-segments of 250 words: one with a memory of 2,000 positions and gradients in the last segment only, the other the last
-segment alone. About 15 minutes on one core.
+Each document is 2,000 consecutive words of the demo text (Shakespeare). Among its first 50 words stands five times a
+phrase that names one of four cities: its class. Two classifiers are the same model with the same training and read
+documents in segments of 250 words: one with a memory of 2,000 positions and gradients in the last segment only, the
+other the last segment alone. About 15 minutes on one core.
 
 The output folder gets `results.json` and, if matplotlib is installed, `accuracy.png`.
 """
@@ -39,6 +39,7 @@ class Arguments:
     steps: int = field(default=300, metadata={"help": "Optimizer steps of 16 documents."})
     document_length: int = field(default=2000, metadata={"help": "Words of a document."})
     segment_length: int = field(default=250, metadata={"help": "Words of a segment."})
+    mentions: int = field(default=5, metadata={"help": "How often the class is named."})
     label_words: int = field(default=50, metadata={"help": "The class is named among so many words at the start."})
     test_documents: int = field(default=200, metadata={"help": "Documents whose accuracy is measured."})
     learning_rate: float = field(default=1e-3, metadata={"help": "Highest learning rate."})
@@ -69,9 +70,12 @@ class Documents(torch.utils.data.Dataset[dict[str, Any]]):
         label = int(random.integers(len(CITIES)))
         phrase = self.phrases[label]
         start = random.integers(len(self.ids) - args.document_length)
-        before = random.integers(args.label_words - len(phrase) + 1)
-        text = self.ids[start : start + args.document_length - len(phrase)]
-        return {"input_ids": [*text[:before].tolist(), *phrase, *text[before:].tolist()], "label": label}
+        text = self.ids[start : start + args.document_length - args.mentions * len(phrase)].tolist()
+        # places in the text of words that are not of the phrase
+        others = args.label_words - args.mentions * len(phrase)
+        for place in sorted(random.integers(others + 1, size=args.mentions).tolist(), reverse=True):
+            text[place:place] = phrase
+        return {"input_ids": text, "label": label}
 
 
 class LastSegment(Documents):

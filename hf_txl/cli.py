@@ -7,12 +7,13 @@ import typer
 from .commands.build_tokenizer import build_tokenizer
 from .commands.convert import convert
 from .commands.demo import demo
+from .commands.evaluate import evaluate
 from .commands.generate import generate
 from .commands.info import info
 from .commands.publish import publish
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
-for command in (demo, convert, info, generate, build_tokenizer, publish):
+for command in (demo, convert, info, generate, evaluate, build_tokenizer, publish):
     app.command()(command)
 
 

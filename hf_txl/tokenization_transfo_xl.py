@@ -451,7 +451,7 @@ def encode_lines(
     """
     if isinstance(lines, str):
         raise TypeError("`lines` must be several texts, such as `text.splitlines()`, but is a single one.")
-    start, end = _line_tokens(tokenizer, line_start, line_end)
+    start, end = line_tokens(tokenizer, line_start, line_end)
     # lines can be split unless tokens depend on their context
     cut = tokenizer.init_kwargs.get("mode") in ("pretokenized", "characters", "bytes")
     line_ids = [*start]
@@ -465,7 +465,7 @@ def encode_lines(
                 line_ids = [*start]
 
 
-def _line_tokens(
+def line_tokens(
     tokenizer: PreTrainedTokenizerBase, line_start: str | None, line_end: str | None
 ) -> tuple[list[int], list[int]]:
     """Ids of the tokens before and after every line."""
@@ -515,22 +515,30 @@ def encode_file(
     Returns:
         `np.ndarray` of shape `(num_tokens,)`, int64, as input of [`TokenStreams`].
     """
-    around = _line_tokens(tokenizer, line_start, line_end)
+    around = line_tokens(tokenizer, line_start, line_end)
     settings = tokenizer.init_kwargs
     if settings.get("mode") == "bytes" and around == ([], []) and not settings.get("lower_case"):
         return _encode_bytes(tokenizer, np.fromfile(path, dtype=np.uint8))
-    with _utf8(path), open(path, encoding="utf-8-sig") as lines:
+    with decoding_utf8(path), open(path, encoding="utf-8-sig") as lines:
         encoded = encode_lines(tokenizer, lines, line_start=line_start, line_end=line_end)
         return np.fromiter(chain.from_iterable(encoded), dtype=np.int64)
 
 
 @contextmanager
-def _utf8(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise a `ValueError` that names the file for text that is not UTF-8."""
+def decoding_utf8(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise a `ValueError` that names the file and the byte for text that is not UTF-8."""
     try:
         yield
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be a text in UTF-8, but is not: {error}.") from error
+        # read again, since a reader counts from the start of its buffer
+        with open(path, "rb") as file:
+            content = file.read()
+        try:
+            content.decode("utf-8")
+            where = str(error)
+        except UnicodeDecodeError as first:
+            where = f"byte {first.start} is {content[first.start]:#04x} ({first.reason})"
+        raise ValueError(f"{path} must be a text in UTF-8, but is not: {where}.") from error
 
 
 def _encode_bytes(tokenizer: PreTrainedTokenizerBase, content: np.ndarray) -> np.ndarray:
@@ -605,7 +613,7 @@ def _read(texts: Iterable[str | os.PathLike[str]], as_bytes: bool) -> Iterator[s
             # counted here, since a disabled bar of the library has no count
             shown = 0
             pieces = iter(lambda: content.read(BATCH_CHARACTERS), b"") if as_bytes else lines
-            with _utf8(text):
+            with decoding_utf8(text):
                 for piece in pieces:
                     bar.update(content.tell() - shown)
                     shown = content.tell()

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "hf_txl"
 CONVERSION = "conversion"  # a source folder beside the package, installed as hf_txl.conversion
 REFERENCE = "reference"  # a folder inside the package
+SCORING = "scoring"  # likewise
 
 # an import that is there for the library, which copies code by such lines; it runs when a folder is saved
 UPWARDS = {("remote_code_transfo_xl", "classification_transfo_xl")}
@@ -132,13 +133,15 @@ LIBRARY = {
     "publishing": {"auto_classes", "model_info", "remote_code_transfo_xl"},
     "corpus": {"token_ids", "tokenization_transfo_xl"},
     "data": {"token_ids"},
-    "scoring": {
+    SCORING: {
+        SCORING,
         "classification_transfo_xl",
         "configuration_transfo_xl",
         "data",
         "memory_transfo_xl",
         "modeling_transfo_xl",
         "token_ids",
+        "tokenization_transfo_xl",
     },
     "text_generation": {"data", "memory_transfo_xl", "modeling_transfo_xl", "options", "tokenization_transfo_xl"},
     "cards": {"remote_code_transfo_xl", "scoring", "token_ids"},
@@ -173,6 +176,7 @@ OUTSIDE = {"tests", "examples", "benchmarks", "docs", "model_cards"}
 
 PACKAGE_FILES = sorted((ROOT / PACKAGE).glob("*.py"))
 COMMAND_FILES = sorted((ROOT / PACKAGE / COMMANDS).glob("**/*.py"))
+SCORING_FILES = sorted((ROOT / PACKAGE / SCORING).glob("**/*.py"))
 REFERENCE_FILES = sorted((ROOT / PACKAGE / REFERENCE).glob("**/*.py"))
 FLAT_FILES = sorted((ROOT / PACKAGE).glob("*_transfo_xl.py"))
 CONVERSION_FILES = sorted((ROOT / CONVERSION).glob("**/*.py"))
@@ -198,7 +202,7 @@ def imports(source: str) -> Iterator[Import]:
 def imported_module(item: Import, importer: str) -> str | None:
     """The module of ours that an import reaches: its name in `MAY_IMPORT`, or None for somebody else's package."""
     parts = item.module.split(".") if item.module else []
-    in_folder = importer in (COMMANDS, CONVERSION, REFERENCE)
+    in_folder = importer in (COMMANDS, CONVERSION, REFERENCE, SCORING)
     if item.level == 0:
         if parts[0] == CONVERSION:
             return CONVERSION
@@ -318,9 +322,9 @@ def test_every_module_has_a_place_in_the_layers() -> None:
 
 
 def test_every_row_of_the_table_is_a_file_and_every_folder_is_there() -> None:
-    assert EVERYTHING - {path.stem for path in PACKAGE_FILES} == {COMMANDS, REFERENCE}
+    assert EVERYTHING - {path.stem for path in PACKAGE_FILES} == {COMMANDS, REFERENCE, SCORING}
     assert {name for allowed in MAY_IMPORT.values() for name in allowed} <= EVERYTHING | {CONVERSION}
-    folders = {*OUTSIDE, CONVERSION, f"{PACKAGE}/{COMMANDS}", f"{PACKAGE}/{REFERENCE}"}
+    folders = {*OUTSIDE, CONVERSION, *(f"{PACKAGE}/{name}" for name in (COMMANDS, REFERENCE, SCORING))}
     assert [name for name in sorted(folders) if not (ROOT / name).is_dir()] == []
 
 
@@ -332,10 +336,10 @@ def test_layers_have_no_cycle() -> None:
     below: dict[str, set[str]] = {}
     for name in LIBRARY:
         # files of a folder import each other
-        reached, frontier = set(), LIBRARY[name] - {REFERENCE}
+        reached, frontier = set(), LIBRARY[name] - {name}
         while frontier:
             reached |= frontier
-            frontier = set().union(*(LIBRARY[other] for other in frontier)) - reached
+            frontier = set().union(*(LIBRARY[other] - {other} for other in frontier)) - reached
         below[name] = reached
     assert not [name for name, reached in below.items() if name in reached]
 
@@ -357,6 +361,12 @@ def test_conversion_imports_the_package_and_itself_only() -> None:
 def test_the_slow_references_import_nothing_of_the_package() -> None:
     assert REFERENCE_FILES
     complaints = {path.name: layer_complaints(REFERENCE, path.read_text(encoding="utf-8")) for path in REFERENCE_FILES}
+    assert [(name, found) for name, found in complaints.items() if found] == []
+
+
+def test_scores_import_the_layers_below_and_themselves_only() -> None:
+    assert SCORING_FILES
+    complaints = {path.name: layer_complaints(SCORING, path.read_text(encoding="utf-8")) for path in SCORING_FILES}
     assert [(name, found) for name, found in complaints.items() if found] == []
 
 
@@ -406,7 +416,7 @@ def test_tokenizer_file_does_not_import_torch() -> None:
         ("modeling_transfo_xl", "from . import scoring"),
         ("modeling_transfo_xl", "from hf_txl import TransfoXLConfig"),
         ("data", "import hf_txl.training"),
-        ("scoring", "from .conversion import verify"),
+        ("scoring", "from ..conversion import verify"),
         ("scoring", "from hf_txl import conversion"),
         ("training", "from conversion.verify import compare"),
         ("training", "from tests.helpers import assert_close"),
@@ -418,7 +428,7 @@ def test_tokenizer_file_does_not_import_torch() -> None:
         (CONVERSION, "from ..configuration_transfo_xl import TransfoXLConfig"),
         (REFERENCE, "from ..configuration_transfo_xl import TransfoXLConfig"),
         (REFERENCE, "from hf_txl.layout_transfo_xl import window"),
-        ("scoring", "from .reference.kinds import slow_model_of"),
+        ("scoring", "from ..reference.kinds import slow_model_of"),
     ],
 )
 def test_an_import_across_layers_is_reported(importer: str, line: str) -> None:

@@ -1,0 +1,32 @@
+"""Scores of texts with memory: perplexity, surprisal, sentences, n-best lists, long documents.
+
+All functions read segment by segment with a [`TransfoXLMemory`], in eval mode and without gradients, and sum in
+float64. Every function takes the settings of the memory (`mem_len`, `clamp_len`, `same_length`, `memory_init`), by
+default those of the model's configuration.
+
+With `same_length=True`, or as long as everything fits into a memory that starts empty, results do not depend on
+segment boundaries, unless positions are absolute. Otherwise a token attends to the whole memory and to its own segment
+up to itself, so results depend on `segment_length`.
+"""
+
+from .documents import classify_documents, embed_documents
+from .files import PRESETS, Evaluation, evaluate_files
+from .sequences import score_continuations, score_sequences
+from .streams import StreamScore, evaluate_stream
+from .words import TextScore, TokenScore, WordScore, score_texts
+
+__all__ = [
+    "PRESETS",
+    "Evaluation",
+    "StreamScore",
+    "TextScore",
+    "TokenScore",
+    "WordScore",
+    "classify_documents",
+    "embed_documents",
+    "evaluate_files",
+    "evaluate_stream",
+    "score_continuations",
+    "score_sequences",
+    "score_texts",
+]
