@@ -62,7 +62,7 @@ class StreamScore:
 
 @contextmanager
 def _inference(model: torch.nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients; afterwards every module has its former mode again."""
+    """Eval mode and no gradients; afterwards, the former mode of every module is restored."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -192,10 +192,10 @@ def _segment_losses(
 def _segments(
     rows: Sequence[torch.Tensor], segment_length: int, device: torch.device
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Cut rows of falling length into segments.
+    """Cut rows, sorted by decreasing length, into segments.
 
     Rows that have ended are left out, so only the last segment of a row has padding, on the right. No token attends to
-    it: no mask is needed, and the row's memory is not read any more.
+    it, so no mask is needed, and the row's memory is no longer read.
 
     Yields:
         Number of tokens of each row that continues, and ids `(continuing rows, time)`, right-padded with 0.
@@ -248,7 +248,7 @@ def score_sequences(
             Tokens before every sequence, or before the whole stream. They are read once.
         bos_token_id (`int`, *optional*): Token to prepend to the context, or to what is scored if there is none.
         batch_size (`int`, defaults to 16): Sequences scored together if they are independent.
-        segment_length (`int`, defaults to 512): Most tokens of a sequence that are read in one call.
+        segment_length (`int`, defaults to 512): Maximum number of tokens of a sequence read in one call.
         settings: Arguments of [`TransfoXLMemory`] (`mem_len`, `clamp_len`, `same_length`, `memory_init`).
 
     Returns:
@@ -339,7 +339,7 @@ def score_continuations(
         context_ids (`list[int]`): Tokens of the context, at least one.
         continuations (`list[list[int]]`): Tokens of each hypothesis, of any lengths.
         batch_size (`int`, defaults to 32): Hypotheses scored together.
-        segment_length (`int`, defaults to 512): Most tokens of a sequence that are read in one call.
+        segment_length (`int`, defaults to 512): Maximum number of tokens of a sequence read in one call.
         settings: Arguments of [`TransfoXLMemory`] (`mem_len`, `clamp_len`, `same_length`, `memory_init`).
 
     Returns:
