@@ -7,8 +7,8 @@ names is ever imported or called.
 Three kinds of file exist: the zip archive that torch writes since 1.6, the sequence of pickles and raw storages that
 it wrote before (also every `vocab.bin` of transformers), and plain pickles. Their layout follows
 `torch/serialization.py`. Tensors are views of the file, mapped privately: reading costs no memory beyond the pages
-that are used, and writing to a tensor does not change the file. Storages of the older kind may lie between two
-elements' boundaries; those are read.
+that are used, and writing to a tensor does not change the file. In the older formats a storage may begin at any byte;
+if it is not aligned with its elements, it is read instead.
 """
 
 from __future__ import annotations

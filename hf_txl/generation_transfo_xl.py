@@ -93,7 +93,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
     def _without_stop_strings(self, generation_config: Any, arguments: dict[str, Any]) -> Any:
         """Remove `stop_strings` from the arguments of `generate` and return its generation configuration without them.
 
-        The library's own criterion fails with tokenizers that lack a word it looks up.
+        The library's own criterion fails with tokenizers whose vocabulary lacks a word that it looks up.
         """
         arguments.pop("stop_strings", None)
         if generation_config is not None:
