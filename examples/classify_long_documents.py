@@ -37,13 +37,13 @@ class Arguments:
     """What is trained, and for how long."""
 
     output_dir: str = field(metadata={"help": "Folder of the results."})
-    steps: int = field(default=300, metadata={"help": "Optimizer steps of 16 documents."})
+    steps: int = field(default=400, metadata={"help": "Optimizer steps of 16 documents."})
     document_length: int = field(default=2000, metadata={"help": "Words of a document."})
     segment_length: int = field(default=250, metadata={"help": "Words of a segment."})
-    growing: float = field(default=0.6, metadata={"help": "Part of the training in which documents grow."})
+    growing: float = field(default=0.7, metadata={"help": "Part of the training in which documents grow."})
     label_words: int = field(default=50, metadata={"help": "The class is named among so many words at the start."})
     test_documents: int = field(default=200, metadata={"help": "Documents whose accuracy is measured."})
-    learning_rate: float = field(default=1e-3, metadata={"help": "Highest learning rate."})
+    learning_rate: float = field(default=3e-3, metadata={"help": "Highest learning rate."})
     seed: int = field(default=0, metadata={"help": "Of documents and weights."})
 
 
@@ -127,6 +127,7 @@ def train(kind: type[Documents], name: str, args: Arguments) -> dict[str, Any]:
         per_device_eval_batch_size=50,
         max_steps=args.steps,
         learning_rate=args.learning_rate,
+        max_grad_norm=1.0,
         warmup_steps=args.steps // 10,
         eval_strategy="steps",
         eval_steps=max(1, args.steps // 10),
