@@ -171,7 +171,7 @@ def main() -> None:
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {
-        "settings": vars(args) | {"output_dir": None},
+        "settings": {name: value for name, value in vars(args).items() if name != "output_dir"},
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",

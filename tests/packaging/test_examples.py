@@ -766,3 +766,14 @@ def test_an_adapter_that_cannot_be_trained_is_refused_before_the_training(
     with pytest.raises(typer.BadParameter, match=message):
         load_example("finetune_lora").main(str(folder), tmp_path / "text.txt", output)
     assert [path.name for path in output.glob("*")] == (["mine.txt"] if occupied else [])
+
+
+@pytest.mark.full
+def test_long_documents_are_classified_at_toy_size(tmp_path: Path) -> None:
+    sizes = ["--steps", "2", "--document_length", "60", "--segment_length", "20", "--test_documents", "8"]
+    output = run_example("classify_long_documents.py", "--output_dir", str(tmp_path / "out"), *sizes)
+    results = json.loads((tmp_path / "out" / "results.json").read_text(encoding="utf-8"))
+    for name in ("memory", "last_segment"):
+        assert f"{name}: accuracy {results[name]['accuracy']:.3f}" in output
+        assert results[name]["evaluations"][-1]["step"] == 2
+    assert (tmp_path / "out" / "accuracy.png").is_file()

@@ -112,3 +112,14 @@ def test_a_memory_beats_a_sliding_window() -> None:
         assert model["sliding_window"]["window"] == 512
         assert model["sliding_window"]["evaluation_over_sliding_window"] >= 10
         assert set(model["rescoring 8 x 16"]["tokens_per_second"]) == {"ours", "gpt2", "legacy"}
+
+
+def test_a_label_at_the_start_of_a_long_document_reaches_the_end() -> None:
+    """C62: trained through memory; the last segment alone is at chance."""
+    report = read("docs/results/documents.json")
+    memory, alone = report["memory"]["accuracy"], report["last_segment"]["accuracy"]
+    chance, deviation = 0.25, (0.25 * 0.75 / report["settings"]["test_documents"]) ** 0.5
+    assert memory >= 0.95 and abs(alone - chance) < 3 * deviation
+    assert report["settings"]["document_length"] == 2000 and report["settings"]["label_words"] == 50
+    text = (ROOT / "docs/results/README.md").read_text(encoding="utf-8")
+    assert f"{memory:.1%}".replace("%", " %") in text and f"{alone:.1%}".replace("%", " %") in text
