@@ -11,7 +11,7 @@ up to itself, so results depend on `segment_length`.
 
 from .context import losses_by_context, relative_effective_context_length
 from .documents import classify_documents, embed_documents
-from .files import PRESETS, Evaluation, evaluate_files
+from .files import PRESETS, Evaluation, TextSize, evaluate_files
 from .sequences import score_continuations, score_sequences
 from .streams import StreamScore, evaluate_stream
 from .words import TextScore, TokenScore, WordScore, score_texts
@@ -21,6 +21,7 @@ __all__ = [
     "Evaluation",
     "StreamScore",
     "TextScore",
+    "TextSize",
     "TokenScore",
     "WordScore",
     "classify_documents",

@@ -1,6 +1,6 @@
 """Perplexity of text files as the paper measures it, in every unit that people compare.
 
-[`PRESETS`] holds the lengths and data rules of the evaluation scripts of [Dai et al.,
+`PRESETS` holds the lengths and data rules of the evaluation scripts of [Dai et al.,
 2019](https://arxiv.org/abs/1901.02860), and [`evaluate_files`] applies them: files are one stream of tokens, read in
 segments with a memory by [`~hf_txl.scoring.evaluate_stream`].
 """
@@ -186,7 +186,7 @@ def evaluate_files(
         model ([`TransfoXLForCausalLM`]): The model.
         tokenizer: Its tokenizer.
         files (`list` of paths): Text files in UTF-8; any files for a tokenizer of bytes.
-        preset (`str`, *optional*): A name in [`PRESETS`]: the original's lengths and rules for lines.
+        preset (`str`, *optional*): A name in `PRESETS`: the original's lengths and rules for lines.
         batch_size (`int`, defaults to 1): Rows read in parallel, as for [`evaluate_stream`]; 1 is exact.
         progress (`bool`, defaults to `True`): Whether to show progress bars.
         lengths (*optional*):
