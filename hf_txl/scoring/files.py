@@ -190,8 +190,9 @@ def evaluate_files(
         batch_size (`int`, defaults to 1): Rows read in parallel, as for [`evaluate_stream`]; 1 is exact.
         progress (`bool`, defaults to `True`): Whether to show progress bars.
         lengths (*optional*):
-            `segment_length`, `mem_len`, `clamp_len`, `same_length`, each a value or a list of values, instead of the
-            preset's. All combinations are evaluated. Defaults: segments of 128, otherwise the model's configuration.
+            `segment_length`, `mem_len`, `clamp_len`, `same_length`, `memory_init`, each a value or a list of values,
+            instead of the preset's. All combinations are evaluated. Defaults: segments of 128, otherwise the model's
+            configuration.
 
     Returns:
         `list[Evaluation]`: one for each combination, the last length varying fastest.
@@ -205,7 +206,7 @@ def evaluate_files(
     config = model.config
     settings = {
         "segment_length": 128,
-        **{name: getattr(config, name) for name in ("mem_len", "clamp_len", "same_length")},
+        **{name: getattr(config, name) for name in ("mem_len", "clamp_len", "same_length", "memory_init")},
     }
     if unknown := lengths.keys() - settings.keys():
         raise TypeError(f"`evaluate_files` has no arguments {sorted(unknown)}.")

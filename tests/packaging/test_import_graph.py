@@ -120,6 +120,7 @@ LIBRARY = {
     # compared with the package, so it shares nothing with it
     REFERENCE: {REFERENCE},
     "staging": set(),
+    "shards": set(),
     "options": set(),
     "token_ids": set(),
     "auto_classes": {
