@@ -13,7 +13,7 @@ from .documents import classify_documents, embed_documents
 from .files import PRESETS, Evaluation, evaluate_files
 from .sequences import score_continuations, score_sequences
 from .streams import StreamScore, evaluate_stream
-from .words import TextScore, TokenScore, WordScore, score_texts
+from .surprisal import TextScore, TokenScore, WordScore, score_texts
 
 __all__ = [
     "PRESETS",
