@@ -23,10 +23,13 @@ def write_memory(path: Path, memory: TransfoXLMemory, **metadata: Any) -> None:
 
 
 def read_memory(path: Path) -> dict[str, Any]:
-    """State written by [`write_memory`], for `TransfoXLMemory.load_state_dict`; tensors on the CPU."""
+    """State written by [`write_memory`], for `TransfoXLMemory.load_state_dict`, and its metadata.
+
+    Tensors are on the CPU.
+    """
     with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-    return {**load_file(path), **{name: json.loads(metadata[name]) for name in ("settings", "progress")}}
+        metadata = file.metadata() or {}
+    return {**load_file(path), **{name: json.loads(value) for name, value in metadata.items()}}
 
 
 __all__ = ["read_memory", "write_memory"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
@@ -512,9 +512,8 @@ def _check_memory_file(path: Path) -> None:
 def _read_position(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The position in the text and the memory's state in a memory file of a checkpoint."""
     try:
-        with safe_open(path, framework="pt") as file:
-            position = json.loads((file.metadata() or {})["position"])
-        return position, read_memory(path)
+        state = read_memory(path)
+        return state["position"], state
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(
             f"`resume_from_checkpoint` must hold the memory of a training, but {path} is damaged or holds "

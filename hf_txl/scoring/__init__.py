@@ -11,14 +11,16 @@ up to itself, so results depend on `segment_length`.
 
 from .documents import classify_documents, embed_documents
 from .files import PRESETS, Evaluation, evaluate_files
+from .score_files import score_file
 from .sequences import score_continuations, score_sequences
 from .streams import StreamScore, evaluate_stream
-from .surprisal import TextScore, TokenScore, WordScore, score_texts
+from .surprisal import SurprisalOptions, TextScore, TokenScore, WordScore, score_texts
 
 __all__ = [
     "PRESETS",
     "Evaluation",
     "StreamScore",
+    "SurprisalOptions",
     "TextScore",
     "TokenScore",
     "WordScore",
@@ -27,6 +29,7 @@ __all__ = [
     "evaluate_files",
     "evaluate_stream",
     "score_continuations",
+    "score_file",
     "score_sequences",
     "score_texts",
 ]

@@ -188,6 +188,7 @@ class TextScorer:
         settings (`dict`): Arguments of [`TransfoXLMemory`].
 
     Attributes:
+        is_stream (`bool`): Whether the memory is a running one.
         stream ([`TransfoXLMemory`]): With a running memory: that of all tokens so far but the last.
         last_ids (`list[int]`): The last token so far, which predicts the next one; none if there is none.
     """
@@ -197,6 +198,7 @@ class TextScorer:
     ):
         check_scorer(model, tokenizer)
         self.model, self.tokenizer, self.options, self.settings = model, tokenizer, options, settings
+        self.is_stream = options.memory == "running"
         self.stream: TransfoXLMemory = model.init_memory(1, **settings)
         self.last_ids, _ = line_tokens(tokenizer, options.first_token_after, None)
         # tokens before which a word has ended, where words begin with a space
@@ -209,7 +211,7 @@ class TextScorer:
         encoded = [encode_text(self.tokenizer, text, options.line_start, options.line_end) for text in texts]
         ids = [torch.tensor([token.id for token in tokens], dtype=torch.long) for tokens in encoded]
         with inference(self.model):
-            nats = self._read_on(ids) if options.memory == "running" else self._read_each(ids, progress)
+            nats = self._read_on(ids) if self.is_stream else self._read_each(ids, progress)
         return [
             self._text_score(text, tokens, of_text) for text, tokens, of_text in zip(texts, encoded, nats, strict=True)
         ]

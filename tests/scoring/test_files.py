@@ -20,8 +20,8 @@ from tests.parity.test_trained_models import FOLDER, NATS_PER_TOKEN, evaluation_
 from tests.scoring.test_words import model_of, slow_bits
 
 TEXT = "the man sat\n\n the old man  sat down\nend\n"
-# TEST_TGT_LEN, TEST_MEM_LEN, TEST_CLAMP_LEN (or --tgt_len, --mem_len, --clamp_len) and `add_eos` or `add_double_eos` of
-# the original's data_utils.py, in the script that is named; all have --same_length
+# TEST_TGT_LEN, TEST_MEM_LEN, TEST_CLAMP_LEN (or --tgt_len, --mem_len, --clamp_len) and `add_eos` or `add_double_eos`
+# of the original's data_utils.py, in the script that is named; all have --same_length
 SCRIPTS = {
     "wt103": ("tf/sota/wt103.sh", 128, 1600, 1000, (None, "<eos>")),
     "wt103-base": ("pytorch/run_wt103_base.sh", 64, 640, 400, (None, "<eos>")),
