@@ -3,8 +3,9 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -13,7 +14,8 @@ Made = TypeVar("Made")
 LONGEST_WAIT = timedelta(days=30)
 
 
-class Processes(NamedTuple):
+@dataclass(frozen=True)
+class Processes:
     """This process among `number`: its `index`, its device, and `wait`, which returns when all have called it."""
 
     index: int

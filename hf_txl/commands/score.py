@@ -1,8 +1,9 @@
 """`hf-txl score`."""
 
+import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -76,6 +77,7 @@ def score(
         bool | None, typer.Option(help="The same number of keys for every query.", show_default="the model's")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Lines read together with a fresh memory.")] = 16,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each process on a CPU.")] = 1,
 ) -> None:
     """Write the surprisal of each word or token of a text file, with its characters in the line.
 
@@ -85,18 +87,9 @@ def score(
     from transformers import AutoTokenizer
 
     from ..modeling_transfo_xl import TransfoXLForCausalLM
-    from ..scoring import SurprisalOptions, score_file
+    from ..scoring import score_file
 
     with errors_as_messages():
-        options = SurprisalOptions(
-            memory=memory.value,
-            first_token_after=first_token_after,
-            unit=unit.value,
-            words=words.value,
-            batch_size=batch_size,
-            segment_length=segment_length,
-        )
-        settings: dict[str, Any] = {"mem_len": mem_len, "clamp_len": clamp_len, "same_length": same_length}
         with loading(model):
             tokenizer = AutoTokenizer.from_pretrained(model)
             loaded = TransfoXLForCausalLM.from_pretrained(model)
@@ -107,7 +100,17 @@ def score(
             output,
             level=level.value,
             kind=None if format_ is None else format_.value,
-            options=options,
-            **settings,
+            threads=threads,
+            memory=memory.value,
+            first_token_after=first_token_after,
+            unit=unit.value,
+            words=words.value,
+            batch_size=batch_size,
+            segment_length=segment_length,
+            mem_len=mem_len,
+            clamp_len=clamp_len,
+            same_length=same_length,
         )
-    typer.echo(f"{output}: {num_lines:,} lines")
+    # once, also under a launcher
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(f"{output}: {num_lines:,} lines")

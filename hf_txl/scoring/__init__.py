@@ -14,13 +14,12 @@ from .files import PRESETS, Evaluation, evaluate_files
 from .score_files import score_file
 from .sequences import score_continuations, score_sequences
 from .streams import StreamScore, evaluate_stream
-from .surprisal import SurprisalOptions, TextScore, TokenScore, WordScore, score_texts
+from .surprisal import TextScore, TokenScore, WordScore, score_texts
 
 __all__ = [
     "PRESETS",
     "Evaluation",
     "StreamScore",
-    "SurprisalOptions",
     "TextScore",
     "TokenScore",
     "WordScore",

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from tqdm.auto import tqdm
 
+from ..data import check_sizes
 from ..memory_files import read_memory, write_memory
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..processes import Processes, started_processes
 from ..shards import Shards
 from ..tokenization_transfo_xl import decoding_utf8
-from .surprisal import SurprisalOptions, TextScorer
+from .surprisal import TextScorer
 from .tables import COLUMNS, FORMATS, head_line, table_lines, write_parquet
 
 # lines of a block, unless that makes more than so many blocks
@@ -40,9 +42,8 @@ def score_file(
     *,
     level: str = "word",
     kind: str | None = None,
-    options: SurprisalOptions | None = None,
-    progress: bool = True,
-    **settings: Any,
+    threads: int = 1,
+    **options: Any,
 ) -> int:
     """Write the surprisals of a text file as a table; each line is a text.
 
@@ -63,9 +64,10 @@ def score_file(
             digits, none for a first token; for a word the number of its `tokens`; whether it has the `unknown` token.
         level (`str`, defaults to `"word"`): `"word"` or `"token"`.
         kind (`str`, *optional*): `"tsv"`, `"jsonl"` or `"parquet"`. Default: the ending of the output's name.
-        options ([`SurprisalOptions`], *optional*): Other arguments of [`score_texts`].
-        progress (`bool`, defaults to `True`): Whether to show a progress bar.
-        settings: Arguments of [`TransfoXLMemory`] (`mem_len`, `clamp_len`, `same_length`, `memory_init`).
+        threads (`int`, defaults to 1):
+            Threads of this process on a CPU. Last digits depend on it, so it is not that of the machine or launcher;
+            processes use several cores better than threads do.
+        options: Arguments of [`score_texts`].
 
     Returns:
         `int`: the number of lines.
@@ -75,19 +77,27 @@ def score_file(
         FileExistsError: if `output` exists, or parts of another text or model or of other arguments.
     """
     file, output = Path(file), Path(output)
-    options = SurprisalOptions() if options is None else options
+    check_sizes(threads=threads)
     kind = _checked_form(output, level, kind)
     lines = read_lines(file, tokenizer)
-    with started_processes() as processes:
+    with started_processes() as processes, number_of_threads(threads):
         model.to(processes.device)  # type: ignore[arg-type]
-        scorer = TextScorer(model, tokenizer, options, settings)
-        blocks = list(stream_blocks(lines) if scorer.is_stream else equal_blocks(lines, options.batch_size))
-        facts = {**asdict(options), **settings, "level": level, "kind": kind, "device": processes.device.type}
-        facts |= {"text": _hash_of(line.encode() for line in lines), "model": _model_hash(model, tokenizer)}
+        scorer = TextScorer(model, tokenizer, **options)
+        blocks = list(stream_blocks(lines) if scorer.is_stream else equal_blocks(lines, scorer.options.batch_size))
+        facts = {
+            **asdict(scorer.options),
+            **scorer.settings,
+            "level": level,
+            "kind": kind,
+            "threads": threads,
+            "device": processes.device.type,
+            "text": _hash_of(line.encode() for line in lines),
+            "model": _model_hash(model, tokenizer),
+        }
         shards = processes.first_alone(lambda: Shards(output, len(blocks), facts))
         with shards.discarded_if_empty():
             own = _own_blocks(processes, shards, scorer)
-            for block in tqdm(own, "scoring", unit="block", disable=not progress or processes.index > 0):
+            for block in tqdm(own, "scoring", unit="block", disable=processes.index > 0):
                 scores = scorer(blocks[block].lines)
                 _save_stream(scorer, shards, block)
                 shards.write(block, table_lines(scores, blocks[block].first, level, kind))
@@ -95,6 +105,17 @@ def score_file(
             if processes.index == 0:
                 shards.join(head_line(level, kind), partial(write_parquet, level=level) if kind == "parquet" else None)
     return len(lines)
+
+
+@contextmanager
+def number_of_threads(threads: int) -> Iterator[None]:
+    """Threads of PyTorch within a block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def read_lines(file: Path, tokenizer: Any) -> list[str]:
@@ -187,4 +208,4 @@ def _model_hash(model: TransfoXLForCausalLM, tokenizer: Any) -> str:
     return _hash_of([*(text.encode("utf-8", "surrogatepass") for text in texts), *weights])
 
 
-__all__ = ["Block", "equal_blocks", "read_lines", "score_file", "stream_blocks"]
+__all__ = ["Block", "equal_blocks", "number_of_threads", "read_lines", "score_file", "stream_blocks"]

@@ -7,7 +7,7 @@ The surprisal of a token is minus the logarithm of its probability given everyth
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -106,20 +106,7 @@ class SurprisalOptions:
 
 
 def score_texts(
-    model: TransfoXLForCausalLM,
-    tokenizer: Any,
-    texts: Sequence[str],
-    *,
-    memory: str = "fresh",
-    first_token_after: str | None = None,
-    unit: str = "bits",
-    words: str = "whitespace",
-    line_start: str | None = AUTO,
-    line_end: str | None = AUTO,
-    batch_size: int = 16,
-    segment_length: int = 512,
-    progress: bool = False,
-    **settings: Any,
+    model: TransfoXLForCausalLM, tokenizer: Any, texts: Sequence[str], *, progress: bool = False, **options: Any
 ) -> list[TextScore]:
     """Surprisal of each token and word of texts.
 
@@ -145,7 +132,7 @@ def score_texts(
         batch_size (`int`, defaults to 16): Texts read together with a fresh memory.
         segment_length (`int`, defaults to 512): Most tokens of a text that are read in one call.
         progress (`bool`, defaults to `False`): Whether to show a progress bar.
-        settings: Arguments of [`TransfoXLMemory`] (`mem_len`, `clamp_len`, `same_length`, `memory_init`).
+        mem_len, clamp_len, same_length, memory_init (*optional*): Arguments of [`TransfoXLMemory`].
 
     Returns:
         `list[TextScore]`, in the order of the texts.
@@ -162,10 +149,7 @@ def score_texts(
     """
     if isinstance(texts, str):
         raise TypeError("`texts` must be several texts, such as `[text]`, but is a single one.")
-    options = SurprisalOptions(
-        memory, first_token_after, unit, words, line_start, line_end, batch_size, segment_length
-    )
-    return TextScorer(model, tokenizer, options, settings)(texts, progress=progress)
+    return TextScorer(model, tokenizer, **options)(texts, progress=progress)
 
 
 class _Nats(NamedTuple):
@@ -184,26 +168,27 @@ class TextScorer:
     Args:
         model ([`TransfoXLForCausalLM`]): The model.
         tokenizer: Its tokenizer, a fast one.
-        options ([`SurprisalOptions`]): What to compute.
-        settings (`dict`): Arguments of [`TransfoXLMemory`].
+        options: As for [`score_texts`].
 
     Attributes:
+        options, settings: Those of the surprisal and of the memory.
         is_stream (`bool`): Whether the memory is a running one.
         stream ([`TransfoXLMemory`]): With a running memory: that of all tokens so far but the last.
         last_ids (`list[int]`): The last token so far, which predicts the next one; none if there is none.
     """
 
-    def __init__(
-        self, model: TransfoXLForCausalLM, tokenizer: Any, options: SurprisalOptions, settings: dict[str, Any]
-    ):
+    def __init__(self, model: TransfoXLForCausalLM, tokenizer: Any, **options: Any):
         check_scorer(model, tokenizer)
-        self.model, self.tokenizer, self.options, self.settings = model, tokenizer, options, settings
-        self.is_stream = options.memory == "running"
-        self.stream: TransfoXLMemory = model.init_memory(1, **settings)
-        self.last_ids, _ = line_tokens(tokenizer, options.first_token_after, None)
+        self.model, self.tokenizer = model, tokenizer
+        own = {each.name for each in fields(SurprisalOptions)}
+        self.options = SurprisalOptions(**{name: value for name, value in options.items() if name in own})
+        self.settings = {name: value for name, value in options.items() if name not in own}
+        self.is_stream = self.options.memory == "running"
+        self.stream: TransfoXLMemory = model.init_memory(1, **self.settings)
+        self.last_ids, _ = line_tokens(tokenizer, self.options.first_token_after, None)
         # tokens before which a word has ended, where words begin with a space
         begins = leading_space_tokens(tokenizer)
-        lines = line_tokens(tokenizer, options.line_start, options.line_end)
+        lines = line_tokens(tokenizer, self.options.line_start, self.options.line_end)
         self.boundaries = {*begins, *lines[0], *lines[1]} if begins else set()
 
     def __call__(self, texts: Sequence[str], progress: bool = False) -> list[TextScore]:
@@ -291,4 +276,4 @@ class TextScorer:
         return loss
 
 
-__all__ = ["SurprisalOptions", "TextScore", "TextScorer", "TokenScore", "WordScore", "score_texts"]
+__all__ = ["TextScore", "TextScorer", "TokenScore", "WordScore", "score_texts"]
