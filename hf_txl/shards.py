@@ -36,15 +36,16 @@ class Shards:
         self.output, self.num_blocks = output, num_blocks
         self.folder = output.with_name(f"{output.name}.parts")
         recorded = self.folder / SETTINGS
-        self.is_finished = os.path.lexists(output) and recorded.exists()
+        # the folder is removed last
+        self.is_finished = os.path.lexists(output) and self.folder.exists()
         if os.path.lexists(output) and not self.is_finished:
             raise FileExistsError(f"`output` must be a new file, but {output} exists.")
-        described = json.dumps(settings, sort_keys=True, indent=1)
         self.folder.mkdir(parents=True, exist_ok=True)
         if not recorded.exists():
-            with self.discarded_if_empty():
-                self._write(recorded, described.encode())
-        elif (found := json.loads(recorded.read_text(encoding="utf-8"))) != json.loads(described):
+            if not self.is_finished:
+                with self.discarded_if_empty():
+                    self._write(recorded, json.dumps(settings, sort_keys=True, indent=1).encode())
+        elif (found := json.loads(recorded.read_text(encoding="utf-8"))) != json.loads(json.dumps(settings)):
             names = sorted(name for name in {*found, *settings} if found.get(name) != settings.get(name))
             raise FileExistsError(
                 f"`output` must be continued with the same settings, but the parts in {self.folder} have other "
@@ -70,15 +71,22 @@ class Shards:
         """
         if not self.is_finished:
             joined, converted = self.folder / "joined", self.folder / "converted"
-            with joined.open("wb") as file:
-                file.write(head.encode())
-                for block in range(self.num_blocks):
-                    with self._part(block).open("rb") as part:
-                        shutil.copyfileobj(part, file)
-            if convert is not None:
-                convert(joined, converted)
-            os.replace(converted if convert is not None else joined, self.output)
+            try:
+                self._join(joined, head)
+                if convert is not None:
+                    convert(joined, converted)
+                os.replace(converted if convert is not None else joined, self.output)
+            finally:
+                joined.unlink(missing_ok=True)
+                converted.unlink(missing_ok=True)
         self._remove()
+
+    def _join(self, joined: Path, head: str) -> None:
+        with joined.open("wb") as file:
+            file.write(head.encode())
+            for block in range(self.num_blocks):
+                with self._part(block).open("rb") as part:
+                    shutil.copyfileobj(part, file)
 
     @contextmanager
     def discarded_if_empty(self) -> Iterator[None]:
