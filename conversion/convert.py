@@ -124,8 +124,8 @@ class ConversionOptions:
         dtype (`torch.dtype`, *optional*): Precision of the weights; by default that of the source.
         license (`str`, defaults to `"other"`): License on the model card, an identifier of the Hub.
         verify (`bool`, defaults to `False`):
-            Load the result and compare it with the slow float64 reference on the source's weights. Needs their size
-            twice more in memory.
+            Load the result and compare it with the slow float64 reference on the source's weights. Needs memory for
+            two more copies of the weights.
         recorded (`str` or `Path`, *optional*):
             A safetensors file with recorded outputs to compare the result with; see `verify_recorded`.
         allow_nonfinite (`bool`, defaults to `False`):
@@ -187,7 +187,7 @@ def convert(source: str | Path, output: str | Path, **options: Any) -> Conversio
         FileExistsError, PermissionError: if `output` exists without `force` or cannot be written.
         FileNotFoundError: if there is nothing at `source`.
         VocabularyError: if the source is a vocabulary without a model; `convert_vocabulary` converts it.
-        ValueError: if the source cannot be read, or does not make a model; the message names all reasons.
+        ValueError: if the source cannot be read, or is not a complete model; the message names all reasons.
         RuntimeError: if a comparison exceeds `verify.TOLERANCE`; nothing is written then.
         TypeError: if an option is unknown.
     """
@@ -389,7 +389,7 @@ def _write_model(folder: Path, model: SourceModel, generation: GenerationConfig 
         save_torch_state_dict(_apart(model.weights, model.dtype), folder, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"The weights cannot be written to {folder}: {error}") from error
-    # this library makes them readable by the owner alone; the other files follow the umask
+    # they are written readable by the owner only; the other files follow the umask
     for file in folder.glob("*.safetensors"):
         file.chmod((folder / "config.json").stat().st_mode)
 

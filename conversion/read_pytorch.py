@@ -7,8 +7,8 @@ names is ever imported or called.
 Three kinds of file exist: the zip archive that torch writes since 1.6, the sequence of pickles and raw storages that
 it wrote before (also every `vocab.bin` of transformers), and plain pickles. Their layout follows
 `torch/serialization.py`. Tensors are views of the file, mapped privately: reading costs no memory beyond the pages
-that are used, and writing to a tensor does not change the file. Storages of the older kind may lie between two
-elements' boundaries; those are read.
+that are used, and writing to a tensor does not change the file. In the older formats a storage may begin at any byte;
+if it is not aligned with its elements, it is read instead.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def read_file(path: str | os.PathLike[str]) -> Any:
         try:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise ValueError("is no regular file")
+                raise ValueError("is not a regular file")
             if status.st_size == 0:
                 raise ValueError("is empty")
             # copy-on-write: changes of a tensor do not reach the file
@@ -140,7 +140,7 @@ def read_archive(file: io.BufferedReader, mapping: mmap) -> Any:
     entries = find_entries(file, mapping)
     tops = [name.removesuffix("/data.pkl") for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(tops) != 1:
-        raise ValueError("is a zip archive, but none that torch wrote: it needs one `data.pkl`, in one folder")
+        raise ValueError("is a zip archive, but not one that torch wrote: it needs one `data.pkl`, in one folder")
     top = tops[0]
     if f"{top}/constants.pkl" in entries:
         raise ValueError("is a TorchScript program, which holds code; its state dict is needed")
@@ -181,7 +181,9 @@ def find_entries(file: io.BufferedReader, mapping: mmap) -> dict[str, Entry]:
             raise ValueError(f"is a zip archive with two entries {quoted}")
         # torch compresses nothing
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
-            raise ValueError(f"is a zip archive whose entry {quoted} is packed; pack it again without compression")
+            raise ValueError(
+                f"is a zip archive whose entry {quoted} is compressed or encrypted; pack it again without either"
+            )
         header = mapping[info.header_offset : info.header_offset + 30]
         if info.header_offset < end or len(header) < 30 or header[:4] != ZIP_START:
             raise ValueError(f"is a damaged zip archive (entry {quoted} is not where the directory says)")
@@ -218,10 +220,10 @@ def read_sequence(file: io.BufferedReader, mapping: mmap) -> Any:
     protocol, position = read_plain(mapping, position)
     system, position = read_plain(mapping, position)
     if (magic, protocol) != (MAGIC_NUMBER, PROTOCOL_NUMBER):
-        raise ValueError(f"has another layout than {PROTOCOL_NUMBER}, the only one of torch before 1.6")
+        raise ValueError(f"has a layout other than {PROTOCOL_NUMBER}, the only one of torch before 1.6")
     little = system.get("little_endian") if type(system) is dict else None
     if type(little) is not bool:
-        raise ValueError("does not say its byte order")
+        raise ValueError("does not state its byte order")
     start = position
     surveyed = survey(mapping, start)
     keys, position = read_plain(mapping, surveyed.end)
@@ -237,7 +239,7 @@ def read_sequence(file: io.BufferedReader, mapping: mmap) -> Any:
         position += 8
         left = len(mapping) - position
         if record.size > left:
-            raise ValueError(f"ends early: storage {printable(key)} needs {record.size} bytes and {left} are left")
+            raise ValueError(f"ends early: storage {printable(key)} needs {record.size} bytes, but {left} are left")
         storages[key] = read_values(file, mapping, position, record, "little" if little else "big")
         position += record.size
     check_end(mapping, position)
@@ -287,7 +289,9 @@ def module_tensors(stored: StoredObject) -> dict[str, Tensor]:
             if tensor is None:
                 continue
             if not isinstance(tensor, Tensor):
-                raise ValueError(f"`stored` must have tensors as parameters, but `{printable(prefix)}{name}` is none.")
+                raise ValueError(
+                    f"`stored` must have tensors as parameters, but `{printable(prefix)}{name}` is not one."
+                )
             tensors[f"{prefix}{name}"] = tensor
         for name, child in module.state["_modules"].items():
             if child is not None:

@@ -1,11 +1,11 @@
 """Reads checkpoints of the original TensorFlow code (`model.ckpt.index`, `.data-00000-of-00001`).
 
-No maintained library reads these files without TensorFlow: the one package that says so on PyPI,
-`tensorflow-checkpoint-reader`, calls itself in development and had its last release in February 2023. So TensorFlow is
-used, an optional extra: `pip install "hf_txl[tensorflow]"`. It compares checksums of the index and of every variable,
-so flipped bits and truncation are errors. But an index that is malformed on purpose, with right checksums, makes
-TensorFlow abort. Therefore it runs in a process of its own, `tensorflow_process.py`, which also keeps its memory
-(700 MB) out of this one.
+No maintained library reads these files without TensorFlow: the only package on PyPI that claims to,
+`tensorflow-checkpoint-reader`, is described there as in development and had its last release in February 2023. So
+TensorFlow is used, as an optional extra: `pip install "hf_txl[tensorflow]"`. It compares checksums of the index and of
+every variable, so flipped bits and truncation are errors. But an index that is malformed on purpose, with correct
+checksums, makes TensorFlow abort. Therefore it runs in a process of its own, `tensorflow_process.py`, which also keeps
+its memory (700 MB) out of this one.
 
 Checkpoints of one file, as TensorFlow wrote before 0.12, are read too. Shapes are known at once; values are read when
 they are asked for, one variable at a time.
@@ -84,19 +84,21 @@ class TensorFlowCheckpoint(Mapping[str, torch.Tensor]):
             # checked before anything is allocated; not for the older format, which compresses values
             if min(shape, default=0) < 0 or (shards and size > stored):
                 raise ValueError(
-                    f"`{prefix}` is no valid TensorFlow checkpoint: its variable `{printable(name)}` of shape "
+                    f"`{prefix}` is not a valid TensorFlow checkpoint: its variable `{printable(name)}` of shape "
                     f"{shape} needs {size} bytes, and its data have {stored}."
                 )
             self.shapes[name] = tuple(shape)
             self.dtypes[name] = DTYPES[dtype]
         if not self.shapes:
-            raise ValueError(f"`{prefix}` is no valid TensorFlow checkpoint: it has no variables.")
+            raise ValueError(f"`{prefix}` is not a valid TensorFlow checkpoint: it has no variables.")
 
     def ask(self, request: dict[str, str]) -> Any:
         try:
             return self.process.ask(request)
         except ValueError as error:
-            raise ValueError(f"`{self.prefix}` is no valid TensorFlow checkpoint: {printable(error, 300)}.") from None
+            raise ValueError(
+                f"`{self.prefix}` is not a valid TensorFlow checkpoint: {printable(error, 300)}."
+            ) from None
 
     def __getitem__(self, name: str) -> torch.Tensor:
         shape, dtype = self.shapes[name], self.dtypes[name]

@@ -105,17 +105,17 @@ class PickleReader:
                 elif code == STOP:
                     break
                 else:
-                    raise ValueError(f"has an instruction that no pickle has: {bytes([code])!r}")
+                    raise ValueError(f"has an instruction that does not exist: {bytes([code])!r}")
             else:
                 raise ValueError("ends early")
             result = self.stack.pop()
         except IndexError:  # of the bytes or of the stack
-            reason = "ends early" if self.position > self.end else "takes a value where there is none"
+            reason = "ends early" if self.position > self.end else "takes a value from an empty stack"
             raise ValueError(reason) from None
         except UnicodeDecodeError as error:
             raise ValueError(f"has a text that is not {error.encoding}") from None
         if self.stack or self.marked:
-            raise ValueError("leaves values behind")
+            raise ValueError("leaves values on the stack")
         return result
 
     def take(self, count: int) -> bytes:
@@ -339,7 +339,7 @@ def call_line(reader: PickleReader) -> Any:
 def find_stacked_name(reader: PickleReader) -> Any:
     module, name = reader.pop_count(2)
     if type(module) is not str or type(name) is not str:
-        raise ValueError("names a class by something else than two texts")
+        raise ValueError("names a class by something other than two texts")
     return reader.find_name(module, name)
 
 
@@ -359,7 +359,7 @@ def set_state(reader: PickleReader) -> None:
     parts = state if type(state) is tuple and len(state) == 2 else (state, None)
     for part in parts:
         if part is not None and (type(part) is not dict or not all(type(key) is str for key in part)):
-            raise ValueError("gives an object a state that is no dictionary of its attributes")
+            raise ValueError("gives an object a state that is not a dictionary of its attributes")
     if isinstance(target, StoredObject):
         for part in parts:
             target.state.update(part or {})

@@ -17,7 +17,8 @@ from .state_dict import Shapes, is_same
 Fields = dict[str, Any]
 
 # What each code does without a setting: in the original PyTorch code the memory starts empty and a query sees
-# `mem_len` keys; in the TensorFlow code it starts with zeros and a query sees one more; NVIDIA's code is a mixture.
+# `mem_len` keys; in the TensorFlow code it starts with zeros and a query sees one more; in NVIDIA's code it starts
+# empty and a query sees one more.
 DIALECTS: dict[str, Fields] = {
     "pytorch": {
         "memory_init": "empty",
@@ -86,7 +87,7 @@ class Settings:
         given (`dict`): Settings of the caller, under names of `TransfoXLConfig` or of the original codes.
 
     Raises:
-        ValueError: if a field stays unknown, a name in `given` is no setting, or the values are not valid together.
+        ValueError: if a field stays unknown, a name in `given` is not a setting, or the values are not valid together.
     """
 
     def __init__(self, checkpoint: Checkpoint, given: Mapping[str, Any]) -> None:

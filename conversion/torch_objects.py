@@ -1,6 +1,6 @@
 """The names that pickles in PyTorch files may hold, and what they become: tensors, containers, stored objects.
 
-The lists below are all names that the Transformer-XL codes and transformers' old tokenizer wrote. A pickle is read
+The lists below hold all names that the Transformer-XL codes and transformers' old tokenizer wrote. A pickle is read
 twice: `survey` refuses it if it names anything else and collects the storages that it needs; only then does `build`
 make tensors. No name is ever imported: the functions of torch and Python that rebuild an object have stand-ins
 here, and an object of a listed class becomes a `StoredObject`, so the code that wrote the file need not be there.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .restricted_pickle import PickleReader, StoredName, StoredObject, UnsafeFileError, check_keys, printable
 
-# torch supports more, but no checkpoint has them
+# torch supports more dimensions, but no checkpoint has them
 MAX_DIMENSIONS = 32
 # beyond the size of any storage; an axis of length 1 may have any stride, as it is never used
 MAX_STRIDE = 2**40
@@ -120,7 +120,7 @@ def make_dict(pairs: Any = ()) -> dict[Any, Any]:
     if type(pairs) is dict:
         return pairs.copy()
     if type(pairs) not in (list, tuple) or not all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError("makes a dictionary of something else than pairs")
+        raise ValueError("makes a dictionary of something other than pairs")
     check_keys(key for key, _ in pairs)
     return dict(pairs)
 
@@ -132,7 +132,7 @@ def make_defaultdict(default: Any = None, pairs: Any = ()) -> dict[Any, Any]:
 
 def make_set(items: Any = (), kind: type = set) -> Any:
     if type(items) not in (list, tuple, set, frozenset):
-        raise ValueError("makes a set of something else than a list")
+        raise ValueError("makes a set of something other than a list")
     check_keys(items)
     return kind(items)
 
@@ -140,11 +140,11 @@ def make_set(items: Any = (), kind: type = set) -> Any:
 def make_bytes(text: Any, encoding: Any) -> bytes:
     """Bytes in protocols 0 to 2, which Python 3 writes as a string to encode."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise ValueError("encodes something else than bytes")
+        raise ValueError("encodes something other than bytes")
     try:
         return text.encode("latin-1")
     except UnicodeEncodeError:
-        raise ValueError("encodes a text that is no bytes") from None
+        raise ValueError("encodes a text that does not represent bytes") from None
 
 
 def make_no_bytes() -> bytes:
@@ -154,14 +154,14 @@ def make_no_bytes() -> bytes:
 
 def make_size(sizes: Any = ()) -> tuple[Any, ...]:
     if type(sizes) not in (list, tuple):
-        raise ValueError("has a size that is no sequence")
+        raise ValueError("has a size that is not a sequence")
     return tuple(sizes)
 
 
 def make_old_object(name: Any, base: Any, value: Any) -> Any:
     """An object as protocols 0 and 1 write it: its class, the class `object`, and None."""
     if not (isinstance(name, StoredName) and isinstance(base, StoredName) and base.class_path == "builtins.object"):
-        raise ValueError("makes an object of something else than a class")
+        raise ValueError("makes an object of something other than a class")
     return name.build() if value is None else name.build(value)
 
 
@@ -200,9 +200,9 @@ def make_tensor(
     if type(sizes) is not tuple or type(strides) is not tuple or len(sizes) != len(strides):
         raise ValueError("has a tensor without sizes and strides")
     if len(sizes) > MAX_DIMENSIONS:
-        raise ValueError(f"has a tensor of {len(sizes)} dimensions; {MAX_DIMENSIONS} are the most")
+        raise ValueError(f"has a tensor of {len(sizes)} dimensions; the maximum is {MAX_DIMENSIONS}")
     if not all(type(number) is int and 0 <= number < MAX_STRIDE for number in (offset, *sizes, *strides)):
-        raise ValueError(f"has a tensor whose sizes, strides or offset are no whole numbers from 0 to {MAX_STRIDE}")
+        raise ValueError(f"has a tensor whose sizes, strides or offset are not integers from 0 to {MAX_STRIDE}")
     end = offset if 0 in sizes else offset + 1 + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
     available = storage.values.numel()
     # the number of elements is bounded too, since strides of 0 would make any number out of one
@@ -279,7 +279,7 @@ def parse_storage(identifier: Any) -> tuple[str, StorageRecord, slice]:
     releases may add `(key, offset, numel)` of a part.
     """
     if type(identifier) is not tuple or len(identifier) not in (5, 6) or identifier[0] != "storage":
-        raise ValueError("refers to something outside it that is no storage")
+        raise ValueError("refers to something outside it that is not a storage")
     _, kind, key, _, numel, *part = identifier
     if not isinstance(kind, StoredName) or kind.class_path not in STORAGE_TYPES or type(key) is not str:
         raise ValueError("refers to a storage of unknown type")
@@ -320,7 +320,7 @@ class Survey:
 def survey(data: bytes | mmap, start: int) -> Survey:
     """Read the pickle at byte `start` of `data` without building tensors.
 
-    Raises `UnsafeFileError` with the names that are not listed, and `ValueError` if it is no valid pickle.
+    Raises `UnsafeFileError` with the names that are not listed, and `ValueError` if it is not a valid pickle.
     """
     refused: list[str] = []
     storages: dict[str, StorageRecord] = {}

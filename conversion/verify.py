@@ -133,7 +133,7 @@ def verify_with_source(
         model (`TransfoXLPreTrainedModel`): A causal language model or a bare one, float32.
         weights (`Mapping[str, torch.Tensor]`): The weights of the source, under published names.
         batch_size, segments: Rows, and the length of each segment; the memory is carried from one to the next.
-        max_mem_len (`int`, defaults to 7): Upper bound of the memory length, which else is the configuration's.
+        max_mem_len (`int`, defaults to 7): Upper bound of the memory length, which is otherwise the configuration's.
         seed (`int`, defaults to 0): Seed of the ids.
         progress (`bool`, defaults to `True`): Whether to show a progress bar.
 

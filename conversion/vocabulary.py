@@ -112,7 +112,8 @@ def read_vocabulary(source: Any) -> Vocabulary:
             `vocab`.
 
     Raises:
-        ValueError: The source holds no vocabulary, or one that contradicts itself; `FileNotFoundError`: no such file.
+        ValueError: if the source holds no vocabulary, or one that contradicts itself.
+        FileNotFoundError: if there is no such file.
     """
     if not isinstance(source, str | os.PathLike):
         return _from_object(source, "the object given", {})

@@ -18,7 +18,7 @@ from hf_txl.cards import TAGS, card, results_by_memory, usage
 
 PURPOSE = """\
 A small model, trained to compare memory lengths. Its weights are not published; the command repeats the training."""
-# of the example model, which is loaded by a function
+# section on loading of the example model, whose folder a function returns
 EXAMPLE_USAGE = """
 ```python
 import hf_txl
@@ -29,8 +29,8 @@ model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
 ```
 
-It is there for examples and first trials. It has read four novels and writes words in the order of English, without
-meaning. Its `generation_config` never generates `<unk>`.
+It is meant for examples and first trials. It was trained on four novels only: its text has the word order of English,
+but no meaning. With its `generation_config`, `generate` never writes `<unk>`.
 """
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -48,7 +48,7 @@ class Original:
     checkpoint: str
     metric: str
     value: float
-    # as the paper evaluates it
+    # settings of the authors' evaluation
     mem_len: int
     clamp_len: int
     segment_length: int
@@ -78,7 +78,7 @@ ORIGINALS = [
     Original(
         *("lm1b", "One Billion Word", "lm1b", "tf_lm1b/model/model.ckpt-1191000", "perplexity", 21.8, 128, -1, 32),
         "24 layers, d_model 1280, 16 heads of 80, 0.8B parameters",
-        "words;\nsentences are shuffled, and each stands between two `<S>`",
+        "words;\nsentences are shuffled, and each has `<S>` before and after it",
     ),
 ]
 
@@ -148,7 +148,7 @@ MODELS = [
         command="python examples/example_model.py --books war_and_peace.txt middlemarch.txt moby_dick.txt \\\n"
         "    great_expectations.txt --output_dir runs/example",
         about="Validation text: the last 20,000 words of Middlemarch, which the training text leaves out.",
-        purpose="A small model of English words, in the package.",
+        purpose="A small word-level model of English, which the package contains.",
         usage=EXAMPLE_USAGE,
     ),
 ]
@@ -159,24 +159,26 @@ ORIGINAL = """\
 The large model of the paper ([Dai et al., 2019]({paper})) for {text}:
 {size}. Its tokens are {unit}.
 
-The authors published it as a TensorFlow checkpoint, beside their code under Apache-2.0 and without a licence of its
-own. It is not part of this repository; the commands below convert your copy of it.
+The authors published it as a TensorFlow checkpoint. Their code is under Apache-2.0; the checkpoint has no licence of
+its own. It is not part of this repository; the command below converts your copy of it.
 
 ## Convert
 
 ```sh
-# {checkpoint} and its vocabulary (data/cache.pkl), as the authors' tf/sota/download.sh fetches them
-hf-txl convert {checkpoint} {name} --verify
+# the checkpoint and its vocabulary, in the folders of the authors' tf/sota/download.sh
+hf-txl convert {checkpoint} {name} --vocabulary tf_{name}/data/cache.pkl --verify \\
+    --set mem_len={mem_len} --set clamp_len={clamp_len} --set same_length=true
 ```
 
-Nothing in the checkpoint or the vocabulary is executed. `--verify` compares the result with a slow float64 reference
-on the source's weights.
+This needs TensorFlow: `pip install "hf-txl[tensorflow]"`. The checkpoint does not state the three settings; these are
+the values of the authors' evaluation. Nothing in the checkpoint or the vocabulary is executed. `--verify` compares the
+outputs with those of a slow float64 reference that uses the source's weights.
 
 ## Dialect
 
-Original TensorFlow code: {mem_len:,} zero states before the first token (`memory_init="zeros"`), `mem_len + 1` keys
-per query with `same_length` (`same_length_includes_oldest=True`), a `layer_norm_epsilon` of 1e-12. The converter sets
-these three fields.
+The dialect is that of the original TensorFlow code: {mem_len:,} zero states before the first token
+(`memory_init="zeros"`), `mem_len + 1` keys per query with `same_length` (`same_length_includes_oldest=True`), and a
+`layer_norm_epsilon` of 1e-12. The converter sets these three fields.
 
 ## Use
 
@@ -184,9 +186,10 @@ these three fields.
 
 ## Evaluation
 
-The paper reports {value} {metric} on the test set. Its evaluation reads the text as one stream, in segments of
-{segment_length} tokens with a memory of {mem_len:,}{clamped} (the original's
-[{name}.sh]({scripts}/{name}.sh)):
+The paper reports {value} {metric} on the test set. The authors' script,
+[{name}.sh]({scripts}/{name}.sh), reads the text
+as 16 streams in parallel, in segments of {segment_length} tokens with a memory of {mem_len:,}{clamped}.
+The code below reads it as one stream:
 
 ```python
 from hf_txl.scoring import evaluate_stream

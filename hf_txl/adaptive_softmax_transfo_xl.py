@@ -220,7 +220,7 @@ class AdaptiveLogSoftmax(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise AttributeError(
-                "The adaptive softmax has no `weight`: with clusters or a projection it is no single matrix, and "
+                "The adaptive softmax has no `weight`: with clusters or a projection it is not a single matrix, and "
                 "programs that multiply hidden states by the output embeddings (TRL's SFT and GRPO among them) cannot "
                 "use this model. Use `TransfoXLTrainer` or the library's `Trainer`, which use the model's loss, or "
                 "a model with `cutoffs=[]` and `d_embed` equal to `d_model`."
@@ -652,7 +652,7 @@ def _losses(logits: torch.Tensor, more: torch.Tensor | None, lse: torch.Tensor, 
 
 
 def _of_logits(logits: torch.Tensor, lse: torch.Tensor, of_loss: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Gradient of the losses, `(probabilities - one-hot target) of_loss`; targets outside this table have no one."""
+    """Gradient of the losses, `(probabilities - one-hot target) of_loss`; targets in the other table count as zero."""
     gradient = (logits.to(lse.dtype) - lse[:, None]).exp_().mul_(of_loss)
     inside = (columns >= 0) & (columns < logits.shape[1])
     at_column = -of_loss * inside[:, None]

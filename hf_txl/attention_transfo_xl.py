@@ -47,7 +47,7 @@ class SegmentAttention(nn.Module):
 
     # the position bias contains the causal mask
     is_causal = False
-    # whether the kind uses sinusoids, has biases u and v, adds a position term to the values
+    # whether the kind uses sinusoids, has biases u and v, or adds a position term to the values
     uses_sinusoids = False
     has_biases = False
     has_value_bias = False
@@ -282,7 +282,7 @@ class TransfoXLAttention(RelativeAttention):
 
     def project_relative_keys(self, table: PositionTable) -> torch.Tensor:
         # (N, d_model) -> (N, H, D)
-        # with a batch dimension, or adapters that differ by batch row would take distances for rows
+        # with a batch dimension, since adapters that differ by batch row would mistake distances for rows
         return self.r_net(table.sinusoids()[None])[0].unflatten(-1, (self.num_heads, self.head_size))
 
 

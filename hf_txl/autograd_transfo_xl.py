@@ -1,4 +1,4 @@
-"""Autograd functions whose backward pass recomputes, and so cannot be differentiated once more."""
+"""Autograd functions whose backward pass recomputes intermediate results, so it cannot be differentiated again."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the `backward` of an autograd function: refuse second derivatives, which would be wrong without a word.
+    """Decorate the `backward` of an autograd function: refuse second derivatives, which would be silently wrong.
 
     torch's `once_differentiable` alone notices only some of them: `torch.autograd.grad(…, create_graph=True)` treats
     a gradient that it returns as a constant.
@@ -21,8 +21,8 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         # recorded in a backward pass with `create_graph=True` only
         if torch.is_grad_enabled():
             raise NotImplementedError(
-                "`create_graph` must be False: this backward pass recomputes what it needs and has no derivative. For "
-                "second derivatives compute a loss of your own from `logits`, in eval mode, with "
+                "`create_graph` must be False: this backward pass recomputes intermediate results and has no "
+                "derivative. For second derivatives compute a loss of your own from `logits`, in eval mode, with "
                 "`output_attentions=True`."
             )
         return first_order(ctx, *gradients)

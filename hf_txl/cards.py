@@ -37,13 +37,13 @@ memory = model.init_memory(batch_size=1)  # carries context from call to call: m
 {otherwise}"""
 WITH_CODE = """
 This needs the package: `pip install hf-txl`. Without it, leave the first line out and pass `trust_remote_code=True` to
-both calls: the folder holds the code of the model. With neither, transformers refuses to load it."""
+both calls: the folder holds the code of the model. Without either, transformers refuses to load it."""
 WITHOUT_CODE = """
 This needs the package: `pip install hf-txl`. Without it, transformers refuses to load the folder."""
 
 
 def usage(name: str, auto_class: str = "AutoModelForCausalLM", holds_code: bool = True) -> str:
-    """The section of a card on loading: with the package, without it, and with neither."""
+    """The section of a card on loading, with this package and without it."""
     otherwise = WITH_CODE if holds_code else WITHOUT_CODE
     return USAGE.format(name=name, auto_class=auto_class, otherwise=otherwise)
 
@@ -69,7 +69,7 @@ def results_by_memory(name: str, dataset: dict[str, Any], rows: list[dict[str, A
 
 
 def card(metadata: ModelCardData, text: str) -> ModelCard:
-    """A card whose metadata survive reading it again.
+    """A card whose metadata are unchanged when it is read again.
 
     Raises:
         ValueError: if they do not.
@@ -81,7 +81,7 @@ def card(metadata: ModelCardData, text: str) -> ModelCard:
 
 
 class TrainedModelCard:
-    """What `TransfoXLTrainer` knows about the model that it trains: losses by memory length, and a card of it all."""
+    """Mixin of `TransfoXLTrainer`: evaluation at several memory lengths, and the card of the trained model."""
 
     args: Any
     model: Any
@@ -129,10 +129,10 @@ class TrainedModelCard:
         dataset: str | list[str] | None = None,
         dataset_args: str | list[str] | None = None,
     ) -> None:
-        """Write `README.md` to the output folder: data, settings, losses by step and by memory length, the plot.
+        """Write `README.md` to the output folder: data, settings, losses by step and by memory length.
 
-        Arguments as for `Trainer.create_model_card`; `push_to_hub` passes its own on. `dataset` names the text,
-        `dataset_tags` are ids of data sets on the Hub.
+        A plot `curves.png` in that folder is shown. Arguments as for `Trainer.create_model_card`, to which
+        `push_to_hub` passes its arguments; `dataset` names the text, `dataset_tags` are ids of data sets on the Hub.
         """
         if not self.is_world_process_zero():  # type: ignore[attr-defined]
             return
@@ -182,7 +182,7 @@ class TrainedModelCard:
         }
 
     def _describe_data(self, dataset: str | list[str] | None) -> str:
-        named = ", ".join(_as_list(dataset)) or "a text whose name the trainer does not know"
+        named = ", ".join(_as_list(dataset)) or "a text without a recorded name"
         tokens = getattr(self.streams, "tokens", None)
         return f"Trained on {named}" + ("." if tokens is None else f": {len(tokens):,} tokens.")
 
@@ -209,14 +209,14 @@ class TrainedModelCard:
 
 
 def _auto_class(model: Any) -> str:
-    """The Auto class that loads a model; adapters and classes of others are taken for language models."""
+    """The Auto class that loads a model; that of language models for adapters and classes of other packages."""
     name = type(model).__name__
     names = {target.rpartition(".")[2]: auto_class for auto_class, target in AUTO_MAP.items()}
     return names.get(name, "AutoModelForCausalLM")
 
 
 def _loaded_from(model: Any) -> str | None:
-    """Name of the model on the Hub that training started from; a folder of this machine is not told."""
+    """Name of the model on the Hub that training started from; `None` for a local folder."""
     name = getattr(model.config, "_name_or_path", "") or ""
     return name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists() else None
 

@@ -51,7 +51,7 @@ DERIVED_FIELDS = (
 # of the published WikiText-103 models; by default a vocabulary of at most 200,000 tokens has no clusters
 PUBLISHED_CUTOFFS = [20000, 40000, 200000]
 
-# message, and replacement values with which a file of another implementation can be loaded all the same
+# message, and replacement values with which a file of another implementation can still be loaded
 Violation: TypeAlias = tuple[str, dict[str, Any]]
 
 
@@ -84,7 +84,7 @@ class TransfoXLConfig(PreTrainedConfig):
 
     Args:
         vocab_size (`int`, defaults to 267735):
-            Number of tokens; with clusters, ids must be sorted by falling frequency.
+            Number of tokens; with clusters, ids must be sorted by decreasing frequency.
         cutoffs (`list[int]`, *optional*):
             Ends of the vocabulary buckets, without 0 and without `vocab_size`. Tokens below the first cutoff form the
             shortlist; each further bucket is a cluster of rarer tokens. `[]` means a plain softmax. Default: the
@@ -271,14 +271,14 @@ class TransfoXLConfig(PreTrainedConfig):
                 self.auto_map = loaded
 
     def _get_files_timestamps(self, working_dir: str | os.PathLike[str]) -> dict[str, float]:
-        # called when the code has been written: it must count as new to be uploaded
+        # called after the code has been written, which is uploaded only if it counts as new
         timestamps = super()._get_files_timestamps(working_dir)
         ours = {file.name for file in code_files()}
         return {name: changed for name, changed in timestamps.items() if name not in ours}
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing to do for this class, whose code is always saved; for subclasses as in the library."""
+        """Does nothing for this class, whose code is always saved; registers subclasses as the library does."""
         if cls is not TransfoXLConfig:
             super().register_for_auto_class(auto_class)
 

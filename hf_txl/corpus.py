@@ -1,7 +1,7 @@
 """Corpora: text files and data sets tokenized into Arrow files.
 
-A text is tokenized once, in parallel, into an Arrow file of the `datasets` library, which is memory-mapped: a corpus
-may be larger than memory. `token_ids` and `data` read what it makes and know no tokenizer.
+A text is tokenized once, in parallel, into an Arrow file of the `datasets` library. The file is memory-mapped, so a
+corpus may be larger than memory. `token_ids` and `data` read these files and do not depend on a tokenizer.
 """
 
 import glob
@@ -111,7 +111,7 @@ def _existing_files(source: Any) -> Sequence[str]:
     paths = [source] if isinstance(source, str | os.PathLike) else list(source)
     missing = [str(path) for path in paths if not Path(path).is_file()]
     if missing or not paths:
-        raise ValueError(f"`source` must be text files or a data set, but these are no files: {missing or source}.")
+        raise ValueError(f"`source` must be text files or a data set, but these are not files: {missing or source}.")
     if not any(Path(path).stat().st_size for path in paths):
         raise ValueError(f"`source` must hold text, but these files are empty: {[str(path) for path in paths]}.")
     return [str(path) for path in paths]

@@ -68,12 +68,11 @@ class TokenStreams(IterableDataset[dict[str, torch.Tensor]]):
         batch_size (`int`): Rows of a batch.
         segment_length (`int`): Tokens of a row in one batch.
         drop_last (`bool`, defaults to `False`):
-            Leave out the last segment if it is shorter: for training where all shapes must be equal. An evaluation
+            Leave out the last segment if it is shorter: for training where all shapes must be equal. Evaluation
             keeps it.
         loss (`str`, defaults to `"full"`):
             `"half"` leaves the first half of each segment out of the loss: its `shift_labels` are -100. The rule for
-            odd lengths and the source are those of [`num_unscored`]; a shorter last segment is halved by its own
-            length.
+            odd lengths is that of [`num_unscored`]; a shorter last segment is halved by its own length.
         varlen (`bool`, defaults to `False`):
             Segments of random length, the original's `--varlen`: normally distributed around `segment_length`, in one
             case of twenty around half of it, with a standard deviation of 5, at least 5 and at most
@@ -142,7 +141,7 @@ class TokenStreams(IterableDataset[dict[str, torch.Tensor]]):
         return self.num_segments * self.batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Which pass over the text comes next; the order of segment lengths depends on it if `varlen`."""
+        """Set the number of the next pass over the text; with `varlen`, the order of segment lengths depends on it."""
         self._epoch.fill_(epoch)
 
     def _starts_of_epoch(self) -> np.ndarray:
@@ -196,7 +195,7 @@ def check_sizes(**sizes: int) -> None:
 
 
 def check_seed(seed: int) -> None:
-    """Refuse a seed that NumPy does not take."""
+    """Refuse a seed that NumPy does not accept."""
     if not 0 <= seed < 2**32:
         raise ValueError(f"`seed` must be between 0 and 2**32 - 1, but is {seed}.")
 
@@ -225,12 +224,12 @@ def _segment_starts(num_targets: int, segment_length: int, drop_last: bool, seed
 class DocumentStreams(IterableDataset[dict[str, torch.Tensor]]):
     """Many texts as `batch_size` streams: a row whose text has ended continues with the next one.
 
-    For corpora of documents or sentences, of known number or not (`datasets.IterableDataset`), which may be larger
-    than memory. Each text is read by one row, in the order in which rows become free. Items come segment-major and
-    have the entries of [`TokenStreams`] and `reset_memory`, a boolean of shape `()`: whether the row begins a new
-    stream here, so that its memory must be reset before the segment is read. Where a row has fewer tokens than the
-    segment, all rows of the segment have an `attention_mask`, 0 at the right padding, whose `shift_labels` are
-    -100.
+    For corpora of documents or sentences, which may be larger than memory, and whose number may be unknown
+    (`datasets.IterableDataset`). Each text is read by one row, in the order in which rows become free. Items come
+    segment-major and have the entries of [`TokenStreams`] and `reset_memory`, a boolean of shape `()`: whether the row
+    begins a new stream here, so that its memory must be reset before the segment is read. Where a row has fewer tokens
+    than the segment, all rows of the segment have an `attention_mask`, 0 at the right padding, whose `shift_labels`
+    are -100.
 
     Args:
         documents (`Iterable[list[int]]`, `datasets.Dataset` or `datasets.IterableDataset`):
@@ -245,7 +244,7 @@ class DocumentStreams(IterableDataset[dict[str, torch.Tensor]]):
             Read the texts in another order in every epoch. An `IterableDataset` shuffles by its own `shuffle`.
         seed (`int`, defaults to 0): Seed of the order.
         repeat (`bool`, defaults to `False`):
-            Begin the next epoch after the last text, endlessly: for training a number of steps.
+            Begin the next epoch after the last text, endlessly: for training with a given number of steps.
 
     Example:
 
@@ -289,7 +288,7 @@ class DocumentStreams(IterableDataset[dict[str, torch.Tensor]]):
         self._epoch = torch.zeros((), dtype=torch.long).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """Which pass over the texts comes next; the order depends on it if the texts are shuffled."""
+        """Set the number of the next pass over the texts; their order depends on it if they are shuffled."""
         self._epoch.fill_(epoch)
 
     def settings(self) -> dict[str, Any]:
@@ -414,8 +413,8 @@ class DocumentCollator:
 def check_frequency_order(token_ids: Any, config: Any) -> list[float]:
     """Warn if a cluster of the vocabulary is used more often per token than a bucket before it.
 
-    Adaptive embedding and softmax expect a vocabulary sorted by falling frequency: tokens below the first cutoff have
-    the widest vectors and the cheapest softmax, those of the last cluster the narrowest vectors. With
+    Adaptive embedding and softmax expect a vocabulary sorted by decreasing frequency: tokens below the first cutoff
+    have the widest vectors and the cheapest softmax, those of the last cluster the narrowest vectors. With
     `vocab_size=100` and `cutoffs=[10, 50]`, ids 0 to 9 should be the most frequent tokens of the training text and 50
     to 99 the rarest.
 
@@ -437,8 +436,8 @@ def check_frequency_order(token_ids: Any, config: Any) -> list[float]:
             f"ids {start} to {end - 1}: {rate:.4g}" for start, end, rate in zip(starts, ends, rates, strict=True)
         )
         warnings.warn(
-            f"`cutoffs` {ends[:-1]} expect a vocabulary sorted by falling frequency, but cluster(s) {wrong} are used "
-            f"more than a bucket before them. Average occurrences per token: {table}. Sort the vocabulary by "
+            f"`cutoffs` {ends[:-1]} expect a vocabulary sorted by decreasing frequency, but cluster(s) {wrong} are "
+            f"used more than a bucket before them. Average occurrences per token: {table}. Sort the vocabulary by "
             "frequency, or use `cutoffs=[]`; the model is correct either way, but slower or less accurate.",
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""The demo: train a small character model, measure what its memory gains, save, reload and sample it.
+"""The demo: train a small character model, measure how much its memory lowers the loss, save, reload and sample it.
 
 It has the steps of a real training run, in minutes on two cores: a vocabulary counted from the text, streams that
 continue from batch to batch in a [`TransfoXLTrainer`], warm-up and cosine decay, gradients clipped at 0.25, and
@@ -45,7 +45,7 @@ class DemoSettings:
         n_layer, d_model, n_head, d_inner (`int`): Size of the model.
         learning_rate (`float`): Highest learning rate.
         warmup (`float`): Fraction of the steps that warm up.
-        weight_decay (`float`): For matrices; biases, normalisations and the two attention biases have none.
+        weight_decay (`float`): Only of matrices; biases, normalisations and the two attention biases have none.
         clip (`float`): Largest norm of the gradient.
         held_out (`int`, *optional*): Held-out characters to evaluate, all if `None`.
         sample_length (`int`): Characters to sample.
@@ -82,7 +82,7 @@ class DemoResult:
         trained_tokens (`int`): Characters read in training.
         training_seconds (`float`): Duration of the training.
         prompt (`str`): The first held-out characters, twice as many as the memory holds in training.
-        sample (`str`): What the model wrote after it.
+        sample (`str`): What the model generated after it.
     """
 
     folder: Path

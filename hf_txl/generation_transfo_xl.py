@@ -41,11 +41,12 @@ class TransfoXLGenerationMixin(GenerationMixin):
     ) -> Any:
         """Generate tokens; see the library's `generate`.
 
-        `cache=` (or `past_key_values=`) takes a [`TransfoXLMemory`] that holds the stream so far. The ids are then new
-        ones, and the memory advances by all of them but the last generated token; it is used whatever `use_cache` is.
-        Beams and several returned sequences share the cached prefix and do not advance the memory; their own one is
-        returned with `return_dict_in_generate`. Without a memory the library's own cache gives the numbers of the
-        window rule; `use_cache=False` computes the whole text as one segment for each token.
+        `cache=` (or `past_key_values=`) takes a [`TransfoXLMemory`] that holds the stream so far. The prompt then has
+        new tokens only, and the memory advances by all tokens but the last generated one; it is used whatever
+        `use_cache` is. Beams and several returned sequences share the cached prefix and do not advance this memory;
+        the memory that they advance is returned with `return_dict_in_generate`. Without a memory, a cache of the
+        library is used, with the window rule; `use_cache=False` reads the whole text again, as one segment, for each
+        token.
         """
         refuse_arguments(kwargs, GENERATE)
         cache = merge_caches(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
@@ -68,7 +69,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
             check_with_memory(kwargs, setting)
             stores_history = cache.mem_len > 0
             if stores_history:
-                # with `use_cache=False` each step would read the whole text again, on top of the memory of it
+                # with `use_cache=False` each step would read the whole text again, although the memory holds it
                 kwargs["use_cache"] = True
         else:
             stores_history = self.config.sliding_window > 1 and not self.config.is_absolute
@@ -92,7 +93,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
     def _without_stop_strings(self, generation_config: Any, arguments: dict[str, Any]) -> Any:
         """Remove `stop_strings` from the arguments of `generate` and return its generation configuration without them.
 
-        The library's own criterion fails with tokenizers that lack a word it looks up.
+        The library's own criterion fails with tokenizers whose vocabulary lacks a word that it looks up.
         """
         arguments.pop("stop_strings", None)
         if generation_config is not None:
@@ -143,7 +144,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
         return library._sample(input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs)
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Not supported: paged attention takes no position scores."""
+        """Not supported: paged attention does not accept position scores."""
         raise NotImplementedError(
             "`generate_batch` is not supported: paged attention has no relative positions. Use `generate` on a padded "
             "batch."
@@ -220,7 +221,9 @@ def check_prompt(inputs: Any, arguments: dict[str, Any], cache: Any) -> None:
     if prompt.shape[1] == 0:
         instead = "begin with `bos_token_id` or another first token"
         if cache is not None:
-            instead = "a cache stores no prediction: hold back its last token from the calls before, and begin with it"
+            instead = (
+                "a cache stores no prediction: leave the last context token out of earlier calls, and pass it here"
+            )
         raise ValueError(
             f"`{name}` must hold at least one token per row, from which the first new one is predicted, but has "
             f"shape {list(prompt.shape)}; {instead}."
@@ -241,8 +244,8 @@ def mask_of_new_tokens(
 ) -> torch.Tensor | None:
     """Mask of the tokens of one step, `(B, Q)`; the memory has the mask of its own positions.
 
-    A single token is a generated one, or a prompt, and real even if it equals `pad_token_id`, except in a row that has
-    ended: what follows there is neither read nor stored.
+    A single token is a generated token or a prompt. It is real even if it equals `pad_token_id`, except in a row that
+    has ended: tokens after the end are neither read nor stored.
     """
     if ids.shape[1] > 1:
         if attention_mask is None:

@@ -1,9 +1,9 @@
 """A self-check of the installed transformers, for releases that were not tested.
 
 Past releases have renamed the argument of the cache, built masks differently, overwritten loaded weights and left
-buffers uninitialised, all without an error. Under a release of `TESTED` nothing runs. Under any other, a model of a
-few numbers generates when this code is imported (about 20 ms), and is loaded before the first model is loaded; a
-difference from plain loops becomes one error.
+buffers uninitialised, all without an error. Under a release of `TESTED` nothing runs. Under any other, a tiny model
+generates when this code is imported (about 20 ms), and its weights are loaded before those of the user's first model;
+a difference from plain loops raises an error.
 """
 
 import contextlib

@@ -149,7 +149,7 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load a model as the library does, but never execute pickled code: `pytorch_model.bin` must be tensors."""
+        """Load a model as the library does, but never execute pickled code in `pytorch_model.bin`."""
         refuse_arguments(kwargs, LOADING)
         if kwargs.get("weights_only") is False:
             raise ValueError(
@@ -161,7 +161,7 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Nothing to do for the classes here, whose code is always saved; for subclasses as in the library."""
+        """Does nothing for the classes here, whose code is always saved; registers subclasses as the library does."""
         if cls.__module__ != __name__:
             super().register_for_auto_class(auto_class)
 
@@ -276,7 +276,7 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         size = resized_size(self.config, new_num_tokens, pad_to_multiple_of)
         if size != self.config.vocab_size:
             resize_vocabulary(self.config, size, self.embeddings, getattr(self, "crit", None), mean_resizing)
-        # as the library's own method leaves it
+        # the library's own method sets this attribute too
         self.vocab_size = size
         return self.get_input_embeddings()
 

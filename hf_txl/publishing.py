@@ -1,7 +1,7 @@
 """Publishing a model folder on the Hub: checked first, private by default, resumable.
 
-Large files are stored by content, so that one that has arrived is not sent again, and one commit at the end makes all
-files visible. An interrupted upload changes nothing that others see; publishing again continues it.
+Large files are addressed by their content, so a file that has arrived is not sent again, and one commit at the end
+makes all files visible. An interrupted upload changes nothing that others see; publishing again continues it.
 """
 
 import re
@@ -40,7 +40,7 @@ class Publication:
     Args:
         repo_id (`str`): Name of the repository, with its owner.
         files (`dict`): Size in bytes of each file, by its path in the repository.
-        notes (`list[str]`): What could be better about the folder.
+        notes (`list[str]`): Possible improvements to the folder.
         is_private (`bool`): Whether the repository is private.
         removed (`list[str]`): Weights of an earlier upload that are not in the folder, and that were removed.
         revision (`str`, *optional*): Commit that holds the files; `None` for a dry run.
@@ -92,7 +92,7 @@ def publish(
         folder (`str` or `Path`): Folder as `save_pretrained`, a trainer or `hf-txl convert` writes it.
         repo_id (`str`): `owner/name`, or a name in the namespace of the token. Created if it does not exist.
         private (`bool`, defaults to `True`): Whether only its owner sees the repository.
-        branch (`str`, defaults to `"main"`): Branch to commit to; another one is created.
+        branch (`str`, defaults to `"main"`): Branch to commit to; created if it does not exist.
         message (`str`): Message of the commit.
         token (`str`, *optional*): Access token with write permission. Default: that of `hf auth login` or `HF_TOKEN`.
         dry_run (`bool`, defaults to `False`): Check the folder and list the files, without any connection.
@@ -152,7 +152,7 @@ def _check_card_on_hub(folder: Path) -> None:
     try:
         ModelCard.load(card).validate()
     except ValueError as error:
-        raise ValueError(f"README.md must have metadata that the Hub accepts, but has not:\n{error}") from error
+        raise ValueError(f"README.md must have metadata that the Hub accepts, but does not:\n{error}") from error
 
 
 def _create(api: HfApi, name: str, private: bool, branch: str) -> bool:
@@ -165,7 +165,7 @@ def _create(api: HfApi, name: str, private: bool, branch: str) -> bool:
     if private and not is_private:
         raise ValueError(
             f"`private` must be False for {name}, which exists and is public, but is True. Make it private in its "
-            "settings, choose another name, or publish openly (`--public`)."
+            "settings, choose another name, or publish it publicly (`--public`)."
         )
     if branch not in {ref.name for ref in api.list_repo_refs(name).branches}:
         api.create_branch(name, branch=branch)
@@ -177,7 +177,7 @@ def _create(api: HfApi, name: str, private: bool, branch: str) -> bool:
 
 @contextmanager
 def _hub_errors_explained(repo_id: str) -> Iterator[None]:
-    """Turns errors of any kind, since connections and storage raise classes of their own, into built-in ones."""
+    """Turns errors into built-in ones; connections and storage raise their own classes."""
     try:
         yield
     except Exception as error:
@@ -198,11 +198,11 @@ def _explained(error: Exception, repo_id: str) -> OSError:
             "`HF_TOKEN` holds one for this process."
         )
     if status == 403:
-        return PermissionError(f"`token` must have permission to write to {repo_id}, but has not: {error}")
+        return PermissionError(f"`token` must have permission to write to {repo_id}, but does not: {error}")
     if status == 409:
         return PermissionError(
-            f"`repo_id` must be new or visible to the token, but {repo_id} exists and is not. Choose another name, or "
-            "use a token of its owner."
+            f"`repo_id` must be new or visible to the token, but {repo_id} exists and is not visible. "
+            "Choose another name, or use a token of its owner."
         )
     reasons = dict.fromkeys(str(each).strip() or type(each).__name__ for each in chain)
     return OSError(f"{repo_id} could not be uploaded: {': '.join(reasons)}. Publishing again continues the upload.")
@@ -242,7 +242,7 @@ def check_folder(folder: Path) -> list[str]:
     """Check that a folder holds a model that others can use.
 
     Returns:
-        What could be better, as sentences.
+        Possible improvements, as sentences.
 
     Raises:
         ValueError: lists everything that is wrong.
@@ -273,7 +273,7 @@ def _check_code(folder: Path, facts: dict[str, Any]) -> list[str]:
     """Notes about the files of code and the `auto_map` that names their classes."""
     files = code_files()
     missing = [file.name for file in files if not (folder / file.name).is_file()]
-    lacking = [f"{len(missing)} files of code"] * bool(missing) + ["`auto_map` in config.json"] * (
+    lacking = [f"{len(missing)} code files"] * bool(missing) + ["`auto_map` in config.json"] * (
         facts["code"] == "none"
     )
     if lacking:

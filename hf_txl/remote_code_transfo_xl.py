@@ -32,8 +32,8 @@ AUTO_MAP = {
 
 def code_files() -> list[Path]:
     """The files that a model needs: that of the classifiers, and those that it imports, directly or not."""
-    # The library copies a file with all that it imports by such lines. With this one, a configuration that is loaded
-    # alone comes with the models, and is of the same class as theirs.
+    # The library copies a file together with the files that such import lines name. This line makes it copy the models
+    # along with a configuration that is loaded alone, so that both use one configuration class.
     from .classification_transfo_xl import __file__ as models
 
     return sorted({Path(models), *map(Path, get_relative_import_files(models))})
@@ -51,7 +51,7 @@ def write_code(folder: str | os.PathLike[str]) -> None:
 
 
 def merged_auto_map(folder: str | os.PathLike[str], others: dict[str, Any] | None) -> dict[str, Any]:
-    """`AUTO_MAP`, with the classes of a user whose file is in the folder too, since the library has written it.
+    """`AUTO_MAP`, with the classes of a user whose file the library has written to the folder too.
 
     Args:
         folder (`str` or `os.PathLike`): The folder that is written.

@@ -1,4 +1,4 @@
-"""Output folders that are written beside their place and renamed when they are complete."""
+"""Output folders that are written beside their destination and renamed when they are complete."""
 
 import os
 import shutil

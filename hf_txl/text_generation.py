@@ -191,7 +191,7 @@ def generate_text(
         eos_token_id=None,
         pad_token_id=0,
         tokenizer=tokenizer,
-        # whatever the model's configuration says: one text, from a memory, streamed piece by piece
+        # independent of the model's configuration: one text, from a memory, streamed piece by piece
         num_beams=1,
         num_return_sequences=1,
         return_dict_in_generate=False,

@@ -1,6 +1,7 @@
-"""Texts as token ids: lists, tensors, arrays mapped from files, and columns of data sets, read alike.
+"""Texts as token ids: one interface to lists, tensors, memory-mapped arrays and columns of data sets.
 
-Nothing here knows where ids come from: `corpus` makes them with a tokenizer, `data` lays them out in streams.
+This module does not depend on the source of the ids: `corpus` makes them with a tokenizer, `data` lays them out in
+streams.
 """
 
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -59,7 +60,7 @@ class ColumnTokens:
         while start < stop:
             begins, ends = self._starts[chunk], self._starts[chunk + 1]
             upto = min(stop, int(ends))
-            # the lists of a chunk lie behind each other
+            # the lists of a chunk are contiguous
             values = self._chunks[chunk].flatten()[start - begins : upto - begins]
             ids[len(ids) - (stop - start) : len(ids) - (stop - upto)] = values.to_numpy(zero_copy_only=False)
             start, chunk = upto, chunk + 1

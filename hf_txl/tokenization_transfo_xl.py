@@ -224,7 +224,7 @@ def _special_tokens(ids: Mapping[str, int], mode: str, arguments: dict[str, Any]
         if unk_token is None and not (mode == "bytes" and ids.keys() >= set(BYTE_CHARACTERS.values())):
             raise ValueError(
                 f"`symbols` must have an unknown token, {' or '.join(UNKNOWN_TOKENS)}, but has neither. Name "
-                "another one as `unk_token`, or pass `unk_token=None`: text with an unknown symbol then raises."
+                "another one as `unk_token`, or pass `unk_token=None`: an unknown symbol then raises an error."
             )
     if eos_token == AUTO:
         eos_token = next((token for token in END_TOKENS if token in ids), None)
@@ -314,7 +314,7 @@ class TransfoXLTokenizer(FormerNames):
             kwargs: Special tokens, which must be in the vocabulary, and arguments of `TokenizersBackend`:
 
                 - `unk_token` (`str`, *optional*): The token of unknown symbols; by default `<unk>` or `<UNK>`, one of
-                  which must then be there. With None a text with an unknown symbol raises.
+                  which must then be there. With None, an unknown symbol raises an error.
                 - `eos_token` (`str`, *optional*): By default `<eos>` or `<S>` if the vocabulary has it.
                 - `bos_token`, `pad_token` (`str`, *optional*): By default none.
                 - `padding_side`, `model_max_length`, …: Passed to `TokenizersBackend`.
@@ -563,7 +563,7 @@ def build_vocabulary(
     special: Sequence[str] = ("<eos>", "<unk>"),
     lower_case: bool = False,
 ) -> list[str]:
-    """Symbols of texts: special ones, then the others by falling frequency, ties by first appearance.
+    """Symbols of texts: special ones, then the others by decreasing frequency, ties by first appearance.
 
     The adaptive softmax requires this order, which is that of the original code: with `special=["<eos>"]` the training
     file of WikiText-103 gives the published vocabulary. The result is deterministic.

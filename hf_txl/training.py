@@ -42,7 +42,7 @@ class TransfoXLTrainingArguments(TrainingArguments):
 
     The recipe is that of the original's `run_wt103_base.sh`: Adam with learning rate 2.5e-4, cosine decay, gradients
     clipped at 0.25, no weight decay (where it is set, biases, normalisations and the two attention biases are
-    excluded). Its other schedule is `lr_scheduler_type="inverse_sqrt"`; large models warm up (`warmup_steps`).
+    excluded). The original also has `lr_scheduler_type="inverse_sqrt"`; large models warm up (`warmup_steps`).
 
     `per_device_train_batch_size` is the number of streams per process. The steps of `gradient_accumulation_steps`
     read consecutive segments of the same streams, so accumulation does not change the number of streams.
@@ -109,8 +109,8 @@ class TransfoXLTrainingArguments(TrainingArguments):
                 raise ValueError(f"`{name}` must be an int of 0 or more, but is {length!r}.")
         if self.label_smoothing_factor:
             raise ValueError(
-                "`label_smoothing_factor` must be 0: the loss is that of the adaptive softmax, but it is "
-                f"{self.label_smoothing_factor}."
+                "`label_smoothing_factor` must be 0, but is "
+                f"{self.label_smoothing_factor}: the adaptive softmax has no label smoothing."
             )
         super().__post_init__()
         # pinned memory speeds up copies to an accelerator only
@@ -398,7 +398,7 @@ class TransfoXLTrainer(TrainedModelCard, Trainer):
         return folder / f"memory-{self.args.process_index}-of-{self.args.world_size}.safetensors"
 
     def _position(self, streams: TokenStreams | DocumentStreams) -> dict[str, Any]:
-        """What a resumed run must have in common with this one, so that its streams are the same."""
+        """The facts that a resumed run must share with this one, so that its streams are the same."""
         args = self.args
         return {
             "per_device_train_batch_size": self._train_batch_size,
@@ -499,7 +499,7 @@ def _check_memory_file(path: Path) -> None:
     """Refuse a folder without the memory of this process."""
     folder = path.parent
     if not folder.is_dir():
-        raise ValueError(f"`resume_from_checkpoint` must be a checkpoint, but {folder} is no folder.")
+        raise ValueError(f"`resume_from_checkpoint` must be a checkpoint, but {folder} is not a folder.")
     if not path.is_file():
         others = sorted(other.name for other in folder.glob("memory-*.safetensors"))
         reason = "a run resumes on as many processes as it had" if others else "no run can resume from it"

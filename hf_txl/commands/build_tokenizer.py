@@ -15,7 +15,9 @@ def build_tokenizer(
         str, typer.Option(help="How text is split: moses (raw text), pretokenized (white space), characters or bytes.")
     ] = "moses",
     min_freq: Annotated[int, typer.Option(min=0, help="Leave out symbols that occur less often than this.")] = 0,
-    max_size: Annotated[int | None, typer.Option(min=1, help="Most symbols, without the special ones.")] = None,
+    max_size: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of symbols besides the special ones.")
+    ] = None,
     special: Annotated[
         list[str] | None, typer.Option(help="A special token; may be repeated.", show_default="<eos>, <unk>")
     ] = None,
@@ -45,4 +47,4 @@ def build_tokenizer(
             tokenizer.save_pretrained(staging)
     typer.echo(f"{len(tokenizer)} symbols written to {output}")
     if tokenizer.unk_token is None:
-        typer.echo("There is no token for unknown symbols: text with one raises an error.")
+        typer.echo("There is no token for unknown symbols: text that contains one raises an error.")

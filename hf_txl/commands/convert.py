@@ -10,7 +10,7 @@ from .running import errors_as_messages
 
 def convert(
     source: Annotated[
-        str, typer.Argument(help="A file, a TensorFlow prefix, a folder as training left it, or a Hub id.")
+        str, typer.Argument(help="A file, a TensorFlow prefix, a folder as the training script left it, or a Hub id.")
     ],
     output: Annotated[Path, typer.Argument(help="Folder to write.")],
     format: Annotated[

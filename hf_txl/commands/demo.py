@@ -18,7 +18,7 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Random seed of weights and sample.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Train a tiny model, in seconds instead of minutes.")] = False,
 ) -> None:
-    """Train a small character model on a text in the package, report what its memory gains, save it and sample."""
+    """Train a small character model on a text in the package, report its loss with and without memory, and sample."""
     from transformers.utils import logging
 
     from ..demo import run_demo

@@ -21,7 +21,7 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="Sample from this many of the likeliest tokens; 0: all.")] = 40,
     top_p: Annotated[
         float,
-        typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens that add up to this probability."),
+        typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens whose probabilities add up to this."),
     ] = 1.0,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.95,
     seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 0,
@@ -32,7 +32,7 @@ def generate(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")] = False,
 ) -> None:
-    """Generate text from a prompt, after a context of any length that is read once. Text is streamed as it comes."""
+    """Generate text from a prompt, after a context of any length that is read once. The text is streamed."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
 

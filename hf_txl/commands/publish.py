@@ -11,7 +11,7 @@ from .running import errors_as_messages
 def publish(
     folder: Annotated[Path, typer.Argument(help="Folder of a model.", exists=True, file_okay=False)],
     repo: Annotated[str, typer.Argument(help="Repository on the Hub: OWNER/NAME, or NAME in your namespace.")],
-    public: Annotated[bool, typer.Option("--public", help="Let everybody see the repository.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Make the repository public.")] = False,
     branch: Annotated[str, typer.Option(help="Branch to commit to; created if it does not exist.")] = "main",
     message: Annotated[str, typer.Option(help="Message of the commit.")] = "Upload model",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the folder and list the files only.")] = False,

@@ -1,4 +1,4 @@
-"""What every command does: expected errors as messages, and an orderly end on SIGTERM."""
+"""What every command does: report expected errors as messages, and clean up on SIGTERM."""
 
 import signal
 import sys
@@ -25,7 +25,7 @@ def errors_as_messages() -> Iterator[None]:
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Turns errors of any kind, which damaged files raise, into one that names the model."""
+    """Turns the errors that damaged files raise, which may be of any kind, into one that names the model."""
     try:
         yield
     except (ValueError, OSError, ImportError, RuntimeError):

@@ -9,6 +9,7 @@ segment boundaries, unless positions are absolute. Otherwise a token attends to 
 up to itself, so results depend on `segment_length`.
 """
 
+from .context import losses_by_context, relative_effective_context_length
 from .documents import classify_documents, embed_documents
 from .files import PRESETS, Evaluation, evaluate_files
 from .score_files import score_file
@@ -27,6 +28,8 @@ __all__ = [
     "embed_documents",
     "evaluate_files",
     "evaluate_stream",
+    "losses_by_context",
+    "relative_effective_context_length",
     "score_continuations",
     "score_file",
     "score_sequences",

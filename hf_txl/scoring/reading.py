@@ -12,7 +12,7 @@ from ..token_ids import checked_tokens
 
 @contextmanager
 def inference(model: torch.nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients; afterwards every module has its former mode again."""
+    """Eval mode and no gradients; afterwards, the former mode of every module is restored."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -30,10 +30,10 @@ def token_lists(name: str, texts: Sequence[Any], vocab_size: int) -> list[torch.
 def segments(
     rows: Sequence[torch.Tensor], segment_length: int, device: torch.device
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Cut rows of falling length into segments.
+    """Cut rows, sorted by decreasing length, into segments.
 
     Rows that have ended are left out, so only the last segment of a row has padding, on the right. No token attends to
-    it: no mask is needed, and the row's memory is not read any more.
+    it, so no mask is needed, and the row's memory is no longer read.
 
     Yields:
         Number of tokens of each row that continues, and ids `(continuing rows, time)`, right-padded with 0.

@@ -43,7 +43,7 @@ def score_sequences(
             Tokens before every sequence, or before the whole stream. They are read once.
         bos_token_id (`int`, *optional*): Token to prepend to the context, or to what is scored if there is none.
         batch_size (`int`, defaults to 16): Sequences scored together if they are independent.
-        segment_length (`int`, defaults to 512): Most tokens of a sequence that are read in one call.
+        segment_length (`int`, defaults to 512): Maximum number of tokens of a sequence read in one call.
         settings: Arguments of [`TransfoXLMemory`] (`mem_len`, `clamp_len`, `same_length`, `memory_init`).
 
     Returns:
@@ -168,7 +168,7 @@ def score_continuations(
         context_ids (`list[int]`): Tokens of the context, at least one.
         continuations (`list[list[int]]`): Tokens of each hypothesis, of any lengths.
         batch_size (`int`, defaults to 32): Hypotheses scored together.
-        segment_length (`int`, defaults to 512): Most tokens of a sequence that are read in one call.
+        segment_length (`int`, defaults to 512): Maximum number of tokens of a sequence read in one call.
         settings: Arguments of [`TransfoXLMemory`] (`mem_len`, `clamp_len`, `same_length`, `memory_init`).
 
     Returns:

@@ -130,7 +130,7 @@ def score_texts(
             letters and digits, with apostrophes and hyphens inside, and each run of other marks.
         line_start, line_end (`str`, *optional*): Tokens around each line instead of the tokenizer's; None for none.
         batch_size (`int`, defaults to 16): Texts read together with a fresh memory.
-        segment_length (`int`, defaults to 512): Most tokens of a text that are read in one call.
+        segment_length (`int`, defaults to 512): Maximum number of tokens of a text read in one call.
         progress (`bool`, defaults to `False`): Whether to show a progress bar.
         mem_len, clamp_len, same_length, memory_init (*optional*): Arguments of [`TransfoXLMemory`].
 

@@ -269,7 +269,7 @@ GOOD_CHECKPOINT = checkpoint.open_checkpoint(GOOD)
         (["--set", "attn_type=7"], "`attn_type` must be one of"),
         (["--set", "n_head=2"], "of another shape"),
         (["--format", "nvidia"], "`format` must be 'pytorch'"),
-        (["--format", "tensorflow"], "no valid TensorFlow checkpoint"),
+        (["--format", "tensorflow"], "not a valid TensorFlow checkpoint"),
         (["--format", "keras"], "`format` must be one of"),
         (["--dtype", "int8"], "`dtype` must be"),
         (["--vocabulary", str(FIXTURES / "vocabularies" / "txl-cache-pt" / "cache.pt")], "as many symbols"),

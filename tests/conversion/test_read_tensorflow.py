@@ -185,7 +185,7 @@ def message_of_reading(prefix: Path) -> str:
     with pytest.raises(ValueError) as caught:
         dict(read_checkpoint(prefix))
     message = str(caught.value)
-    assert message.startswith(f"`{prefix}` is no valid TensorFlow checkpoint: ") and message.isprintable()
+    assert message.startswith(f"`{prefix}` is not a valid TensorFlow checkpoint: ") and message.isprintable()
     return message
 
 
@@ -203,7 +203,7 @@ def test_a_flipped_bit_in_the_index_is_noticed_or_means_nothing(tmp_path: Path) 
         try:
             actual = dict(read_checkpoint(prefix))
         except ValueError as error:
-            assert str(error).startswith(f"`{prefix}` is no valid TensorFlow checkpoint: ")
+            assert str(error).startswith(f"`{prefix}` is not a valid TensorFlow checkpoint: ")
             refused += 1
         else:
             assert actual.keys() == expected.keys()

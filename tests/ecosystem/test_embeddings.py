@@ -92,7 +92,7 @@ def test_a_head_of_several_parts_has_no_weight_and_says_so(fields: dict[str, Any
     """R11"""
     model = make_model(**fields)
     assert model.get_output_embeddings() is model.crit
-    with pytest.raises(AttributeError, match="no single matrix.*`Trainer`.*`cutoffs=\\[\\]`"):
+    with pytest.raises(AttributeError, match="not a single matrix.*`Trainer`.*`cutoffs=\\[\\]`"):
         _ = model.get_output_embeddings().weight
     with pytest.raises(TypeError, match="`value` must be an `AdaptiveLogSoftmax`.*is a Linear"):
         model.set_output_embeddings(nn.Linear(32, 99))

@@ -111,5 +111,5 @@ def test_a_head_with_clusters_is_refused_by_name(method: str, tmp_path: Path) ->
             train_dataset=Dataset.from_dict({"prompt": ["w1 w2 w3"]}),
             processing_class=tokenizer(),
         )
-    with pytest.raises(AttributeError, match="no single matrix.*TRL.*Use `TransfoXLTrainer` or the library's"):
+    with pytest.raises(AttributeError, match="not a single matrix.*TRL.*Use `TransfoXLTrainer` or the library's"):
         trainer.train()

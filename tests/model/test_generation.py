@@ -1176,7 +1176,7 @@ def test_a_prompt_without_a_token_is_refused(state: str) -> None:
     )
     if cache is not None:
         model(ids, past_key_values=cache)
-    begin = "begin with `bos_token_id`" if cache is None else "hold back its last token"
+    begin = "begin with `bos_token_id`" if cache is None else "leave the last context token out"
     empty = {"inputs": ids[:, :0], "input_ids": ids[:, :0], "inputs_embeds": torch.zeros(2, 0, 16)}
     for name, prompt in empty.items():
         with pytest.raises(ValueError, match=f"`{name}` must hold at least one token per row.*; .*{begin}"):

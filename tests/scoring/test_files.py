@@ -20,8 +20,8 @@ from tests.parity.test_trained_models import FOLDER, NATS_PER_TOKEN, evaluation_
 from tests.scoring.test_words import model_of, slow_bits
 
 TEXT = "the man sat\n\n the old man  sat down\nend\n"
-# TEST_TGT_LEN, TEST_MEM_LEN, TEST_CLAMP_LEN (or --tgt_len, --mem_len, --clamp_len) and `add_eos` or `add_double_eos`
-# of the original's data_utils.py, in the script that is named; all have --same_length
+# TEST_TGT_LEN, TEST_MEM_LEN, TEST_CLAMP_LEN (or --tgt_len, --mem_len, --clamp_len), and `add_eos` or `add_double_eos`
+# in data_utils.py, by the original script that is named; all have --same_length
 SCRIPTS = {
     "wt103": ("tf/sota/wt103.sh", 128, 1600, 1000, (None, "<eos>")),
     "wt103-base": ("pytorch/run_wt103_base.sh", 64, 640, 400, (None, "<eos>")),
@@ -67,8 +67,8 @@ def test_files_give_every_recorded_loss_of_the_trained_models(
     """Recorded with transformers 4 (`expected_eval.json`), from the text that the models held out."""
     model = AutoModelForCausalLM.from_pretrained(FOLDER / kind)
     if kind == "word":
-        symbols = (FOLDER / "word" / "vocab.txt").read_text(encoding="utf-8").split("\n")
-        tokenizer = TransfoXLTokenizer.from_vocabulary(symbols, "pretokenized", line_end="<eos>")
+        symbols = (FOLDER / "word" / "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        tokenizer = TransfoXLTokenizer.from_vocabulary(symbols, "pretokenized", line_end="<eos>", unk_token=None)
         text = FOLDER / "word" / "eval.txt"
     else:
         symbols = json.loads((FOLDER / "char" / "vocab.json").read_text(encoding="utf-8"))

@@ -470,7 +470,7 @@ def test_a_memory_file_holds_all_of_a_memory(rows: list[int] | None, tmp_path: P
         ({"gradient_accumulation_steps": 0}, "`gradient_accumulation_steps` must be .* at least 1, but is 0"),
         ({"mem_len": -1}, "`mem_len` must be an int of 0 or more, but is -1"),
         ({"eval_mem_len": -1}, "`eval_mem_len` must be an int of 0 or more, but is -1"),
-        ({"label_smoothing_factor": 0.1}, "`label_smoothing_factor` must be 0: .* is 0.1"),
+        ({"label_smoothing_factor": 0.1}, "`label_smoothing_factor` must be 0, but is 0.1"),
     ],
 )
 def test_impossible_arguments_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -669,7 +669,7 @@ def test_a_damaged_memory_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_none_is_not_resumed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="`resume_from_checkpoint` must be a checkpoint, but .*none is no folder"):
+    with pytest.raises(ValueError, match="`resume_from_checkpoint` must be a checkpoint, but .*none is not a folder"):
         trained(tmp_path, resume=str(tmp_path / "none"))
 
 

@@ -118,7 +118,7 @@ def test_documents_of_another_column() -> None:
 def test_what_is_no_corpus_is_refused(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("pretokenized")
     with pytest.raises(
-        ValueError, match=r"`source` must be text files or a data set, but these are no files: .*absent"
+        ValueError, match=r"`source` must be text files or a data set, but these are not files: .*absent"
     ):
         tokenize_corpus(tmp_path / "absent.txt", tokenizer)
     with pytest.raises(ValueError, match="`source` must be text files"):
