@@ -260,7 +260,7 @@ class TextScorer:
     def _word_loss(self, tokens: list[Token], nats: _Nats, own: list[int]) -> float | None:
         """Nats of a word, the sum over its own tokens; None if one of them has none.
 
-        Where words begin with a space, the end of this word is added, and that of the word before it, which its first
+        Where words begin with a space, the end of this word is added, and that of what precedes it, which its first
         token holds, is subtracted.
         """
         losses = [nats.tokens[position] for position in own]
@@ -271,7 +271,7 @@ class TextScorer:
             first, behind = own[0], own[-1] + 1
             if behind == len(tokens) or tokens[behind].id in self.boundaries:
                 loss += nats.ends[behind]
-            if first > 0 and tokens[first].id in self.boundaries:
+            if tokens[first].id in self.boundaries and not math.isnan(nats.ends[first]):
                 loss -= nats.ends[first]
         return loss
 
