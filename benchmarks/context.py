@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from contestants import SHAPES
 from harness import measure
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,8 +34,6 @@ ATTENTION_LENGTHS = (100, 200, 400, 800, 1600, 3200)
 # of the paper's Table 9: how many times as fast as its own baseline, which reads a window anew for each token
 PAPER = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
 SEGMENT = 128
-BASE = {"vocab_size": 267_735, "cutoffs": [20_000, 40_000, 200_000], "div_val": 1, "untie_r": True}
-BASE |= {"n_layer": 16, "d_model": 410, "n_head": 10, "d_head": 41, "d_inner": 2100, "clamp_len": 400}
 
 
 def pairs(values: list[str]) -> dict[str, Path]:
@@ -67,7 +66,7 @@ def effective_lengths(models: dict[str, Any], tokens: torch.Tensor) -> dict[str,
 def speed(rounds: int) -> list[dict[str, float]]:
     """Seconds per token with a memory and without, by attention length."""
     torch.manual_seed(0)
-    model = hf_txl.TransfoXLForCausalLM(hf_txl.TransfoXLConfig(**BASE, same_length=True, mem_len=1600)).eval()
+    model = hf_txl.TransfoXLForCausalLM(hf_txl.TransfoXLConfig(**SHAPES["wt103-base"])).eval()
     rows = []
     for length in ATTENTION_LENGTHS:
         memory = model.init_memory(1, mem_len=length)

@@ -15,6 +15,7 @@ from torch import nn
 
 from .attention_execution_transfo_xl import AttentionInputs, attend
 from .configuration_transfo_xl import TransfoXLConfig
+from .gating_transfo_xl import join, make_gate
 from .layout_transfo_xl import AttentionLayout, distance_mask, mask_keys
 from .positions_transfo_xl import (
     PositionTable,
@@ -64,6 +65,7 @@ class SegmentAttention(nn.Module):
         self.o_net = nn.Linear(self.num_heads * self.head_size, config.d_model, bias=False)
         self.layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
         self.drop = nn.Dropout(config.dropout)
+        self.gate = make_gate(config)
 
     def make_projections(self) -> None:
         """Create the projections: one matrix for query, key and value."""
@@ -174,7 +176,7 @@ class SegmentAttention(nn.Module):
         output, probabilities = attend(inputs)
         # (B, Q, H, D) -> (B, Q, H * D)
         output = self.drop(self.o_net(output.flatten(-2)))
-        output = hidden_states + output
+        output = join(self.gate, hidden_states, output)
         if not self.pre_lnorm:
             output = self.layer_norm(output)
         return output, probabilities if output_attentions else None

@@ -37,6 +37,7 @@ ABSOLUTE_KINDS = ("absolute_sinusoid", "absolute_learned")
 RELATIVE_KINDS = ("transformer_xl", "learned_relative", "shaw", "huang")
 MEMORY_INITS = ("empty", "zeros")
 POOLINGS = ("last", "mean", "max")
+GATINGS = (None, "residual", "input", "output", "highway", "sigmoid_tanh", "gru")
 # fields whose default is derived from other fields
 DERIVED_FIELDS = (
     "cutoffs",
@@ -101,6 +102,12 @@ class TransfoXLConfig(PreTrainedConfig):
             clusters any other value than 1 only means that the embeddings are projected, as in transformers 4; 0 and
             below become 2.
         pre_lnorm (`bool`, defaults to `False`): Normalise the input of each sublayer instead of its output.
+        gating (`str`, *optional*):
+            Replaces residual sums by the gates of GTrXL ([Parisotto et al., 2019](https://arxiv.org/abs/1910.06764)),
+            after a ReLU of each sublayer: `"gru"`, `"output"`, `"highway"`, `"input"`, `"sigmoid_tanh"`, or
+            `"residual"` for the sum after the ReLU. Needs `pre_lnorm=True`.
+        gating_bias (`float`, defaults to 2.0):
+            Initial value of the gates' bias b_g. A positive one lets the layers begin close to the identity.
         n_layer (`int`, defaults to 18): Number of layers.
         mem_len (`int`, defaults to 1600): Number of positions M that the memory stores of earlier segments.
         clamp_len (`int`, defaults to 1000): Distances are clamped to this value; 0 or below: not clamped.
@@ -186,6 +193,8 @@ class TransfoXLConfig(PreTrainedConfig):
     d_inner: DerivedInt = None
     div_val: DerivedInt = None
     pre_lnorm: bool = False
+    gating: str | None = None
+    gating_bias: float | int = 2.0
     n_layer: int = 18
     mem_len: int = 1600
     clamp_len: int = 1000
@@ -535,11 +544,14 @@ def attention_violations(config: TransfoXLConfig) -> Iterator[Violation]:
     for name, allowed in (
         ("memory_init", MEMORY_INITS),
         ("classifier_pooling", POOLINGS),
+        ("gating", GATINGS),
         ("attention_kind", (*RELATIVE_KINDS, *ABSOLUTE_KINDS)),
         ("init", ("normal", "uniform")),
     ):
         if getattr(config, name) not in allowed:
             yield f"`{name}` must be one of {list(allowed)}, but is {getattr(config, name)!r}.", {}
+    if config.gating is not None and not config.pre_lnorm:
+        yield f"`pre_lnorm` must be True with `gating={config.gating!r}`, but is False.", {}
     # the default is a sum of lengths, whose own violations suffice
     if config.max_klen < 1 and config.mem_len >= 0 and config.ext_len >= 0:
         yield f"`max_klen` must be at least 1, but is {config.max_klen}.", {}

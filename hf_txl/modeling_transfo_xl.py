@@ -30,6 +30,7 @@ from .arguments_transfo_xl import check_ids, check_keywords, check_mask, merge_c
 from .attention_transfo_xl import ATTENTION_CLASSES, SegmentAttention
 from .autograd_transfo_xl import first_order_only
 from .configuration_transfo_xl import TransfoXLConfig
+from .gating_transfo_xl import Gate, join, make_gate
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .legacy_names_transfo_xl import (
     EXPORT,
@@ -87,11 +88,12 @@ class TransfoXLFeedForward(nn.Module):
             nn.Dropout(config.dropout),
         )
         self.layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+        self.gate = make_gate(config)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(B, Q, d_model)` -> `(B, Q, d_model)`."""
         if self.pre_lnorm:
-            return hidden_states + self._transform(self.layer_norm(hidden_states))
+            return join(self.gate, hidden_states, self._transform(self.layer_norm(hidden_states)))
         return self.layer_norm(hidden_states + self._transform(hidden_states))
 
     def _transform(self, states: torch.Tensor) -> torch.Tensor:
@@ -199,6 +201,8 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         elif isinstance(module, AdaptiveLogSoftmax) and module.num_clusters:
             fill(module.cluster_weight, config.init_std)
             init.zeros_(module.cluster_bias)
+        elif isinstance(module, Gate) and module.has_bias:
+            init.constant_(module.gate_bias, config.gating_bias)
         elif isinstance(module, TransfoXLModel | SegmentAttention):
             # biases u and v, position tables
             for parameter in module.parameters(recurse=False):

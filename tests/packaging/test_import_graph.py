@@ -34,6 +34,7 @@ FLAT = {
     "arguments_transfo_xl": {"legacy_names_transfo_xl"},
     "weights_transfo_xl": set(),
     "autograd_transfo_xl": set(),
+    "gating_transfo_xl": {"configuration_transfo_xl"},
     "key_value_buffer_transfo_xl": set(),
     "shared_prefix_transfo_xl": {"key_value_buffer_transfo_xl"},
     "layout_transfo_xl": set(),
@@ -47,6 +48,7 @@ FLAT = {
     "attention_transfo_xl": {
         "attention_execution_transfo_xl",
         "configuration_transfo_xl",
+        "gating_transfo_xl",
         "layout_transfo_xl",
         "positions_transfo_xl",
         "shared_prefix_transfo_xl",
@@ -97,6 +99,7 @@ FLAT = {
         "arguments_transfo_xl",
         "attention_transfo_xl",
         "configuration_transfo_xl",
+        "gating_transfo_xl",
         "generation_transfo_xl",
         "legacy_names_transfo_xl",
         "library_caches_transfo_xl",
