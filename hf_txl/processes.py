@@ -1,8 +1,7 @@
 """The processes that `torchrun` or `accelerate launch` started, or the only one."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -30,21 +29,18 @@ class Processes:
         return make() if made is None else made
 
 
-@contextmanager
-def started_processes() -> Iterator[Processes]:
-    """Connects to the others for the time of a block. Several processes need accelerate.
+def started_processes() -> Processes:
+    """Connects to the others, unless the caller already has. Several processes need accelerate.
 
     A process that raises ends without waiting; its launcher then ends the others.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Processes(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), lambda: None)
-        return
+        return Processes(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), lambda: None)
     from accelerate import PartialState
 
     # without `cpu`, processes on a CPU would not know each other
     state = PartialState(cpu=not torch.cuda.is_available(), timeout=LONGEST_WAIT)
-    yield Processes(state.process_index, state.num_processes, state.device, state.wait_for_everyone)
-    state.destroy_process_group()
+    return Processes(state.process_index, state.num_processes, state.device, state.wait_for_everyone)
 
 
 __all__ = ["Processes", "started_processes"]

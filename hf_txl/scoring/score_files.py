@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,7 +82,8 @@ def score_file(
     check_sizes(threads=threads)
     kind = _checked_form(output, level, kind)
     lines = read_lines(file, tokenizer)
-    with started_processes() as processes, number_of_threads(threads):
+    processes = started_processes()
+    with number_of_threads(threads):
         model.to(processes.device)  # type: ignore[arg-type]
         scorer = TextScorer(model, tokenizer, **options)
         blocks = list(stream_blocks(lines) if scorer.is_stream else equal_blocks(lines, scorer.options.batch_size))
@@ -158,9 +161,8 @@ def _checked_form(output: Path, level: str, kind: str | None) -> str:
     kind = output.suffix.lower().lstrip(".") if kind is None else kind
     if kind not in FORMATS:
         raise ValueError(f"`kind` must be one of {list(FORMATS)}, or `output` end with one, but {output} does not.")
-    if kind == "parquet":
-        # refused before any work if it is not there
-        import pyarrow  # noqa: F401
+    if kind == "parquet" and find_spec("pyarrow") is None:
+        raise ImportError("`kind='parquet'` needs pyarrow, which comes with `pip install \"hf_txl[train]\"`.")
     return kind
 
 
@@ -205,7 +207,7 @@ def _model_hash(model: TransfoXLForCausalLM, tokenizer: Any) -> str:
     config = {name: value for name, value in model.config.to_dict().items() if name[0] != "_"}
     texts = [json.dumps(each, sort_keys=True, default=str) for each in (config, tokenizer.get_vocab())]
     weights = (weight.detach().cpu().reshape(-1).view(torch.uint8).numpy() for weight in model.state_dict().values())
-    return _hash_of([*(text.encode("utf-8", "surrogatepass") for text in texts), *weights])
+    return _hash_of(chain((text.encode("utf-8", "surrogatepass") for text in texts), weights))
 
 
 __all__ = ["Block", "equal_blocks", "number_of_threads", "read_lines", "score_file", "stream_blocks"]
