@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
@@ -25,6 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, 
 
 from .cards import TrainedModelCard
 from .data import DocumentStreams, TokenStreams, check_sizes
+from .memory_files import read_memory, write_memory
 from .memory_transfo_xl import TransfoXLMemory
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .scoring import StreamScore, evaluate_stream, score_sequences
@@ -512,9 +512,8 @@ def _check_memory_file(path: Path) -> None:
 def _read_position(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The position in the text and the memory's state in a memory file of a checkpoint."""
     try:
-        with safe_open(path, framework="pt") as file:
-            position = json.loads((file.metadata() or {})["position"])
-        return position, read_memory(path)
+        state = read_memory(path)
+        return state["position"], state
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(
             f"`resume_from_checkpoint` must hold the memory of a training, but {path} is damaged or holds "
@@ -580,23 +579,6 @@ def _check_text(name: str, dataset: Any, layout: str, vocab_size: int) -> None:
 def _derived(loss: float) -> dict[str, float]:
     score = StreamScore(loss, predictions=0, seconds=0.0)
     return {"perplexity": score.perplexity, "bits_per_token": score.bits_per_token}
-
-
-def write_memory(path: Path, memory: TransfoXLMemory, **metadata: Any) -> None:
-    """Write a memory to a safetensors file, atomically; values of `metadata` are stored as JSON."""
-    state = memory.state_dict()
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    others = {name: value for name, value in state.items() if name not in tensors}
-    unfinished = path.with_suffix(".unfinished")
-    save_file(tensors, unfinished, {name: json.dumps(value) for name, value in {**others, **metadata}.items()})
-    os.replace(unfinished, path)
-
-
-def read_memory(path: Path) -> dict[str, Any]:
-    """State written by [`write_memory`], for `TransfoXLMemory.load_state_dict`; tensors on the CPU."""
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-    return {**load_file(path), **{name: json.loads(metadata[name]) for name in ("settings", "progress")}}
 
 
 def last_checkpoint(folder: str | os.PathLike[str] | None) -> str | None:

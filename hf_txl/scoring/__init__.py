@@ -12,9 +12,10 @@ up to itself, so results depend on `segment_length`.
 from .context import losses_by_context, relative_effective_context_length
 from .documents import classify_documents, embed_documents
 from .files import PRESETS, Evaluation, TextSize, evaluate_files
+from .score_files import score_file
 from .sequences import score_continuations, score_sequences
 from .streams import StreamScore, evaluate_stream
-from .words import TextScore, TokenScore, WordScore, score_texts
+from .surprisal import TextScore, TokenScore, WordScore, score_texts
 
 __all__ = [
     "PRESETS",
@@ -31,6 +32,7 @@ __all__ = [
     "losses_by_context",
     "relative_effective_context_length",
     "score_continuations",
+    "score_file",
     "score_sequences",
     "score_texts",
 ]

@@ -24,6 +24,7 @@ def inference(model: torch.nn.Module) -> Iterator[None]:
 
 
 def token_lists(name: str, texts: Sequence[Any], vocab_size: int) -> list[torch.Tensor]:
+    """Ids of each text, checked; messages call them `name[index]`."""
     return [checked_tokens(f"{name}[{index}]", text, vocab_size) for index, text in enumerate(texts)]
 
 

@@ -122,6 +122,7 @@ def set_losses(
     segment_length: int,
     settings: dict[str, Any],
     token_ids: Sequence[int],
+    memory: TransfoXLMemory | None = None,
 ) -> list[torch.Tensor]:
     """Minus the logarithm of the probability that the next token is one of a set, after each token of each row.
 
@@ -130,11 +131,12 @@ def set_losses(
     Args:
         rows: Token ids of each row, longest first. Empty rows are left out.
         token_ids: The set.
+        memory: Memory of what precedes the rows; by default a fresh one.
     """
     rows = [row for row in rows if len(row)]
     if not rows:
         return []
-    memory = model.init_memory(len(rows), **settings)
+    memory = model.init_memory(len(rows), **settings) if memory is None else continuing(memory, len(rows))
     losses: list[list[torch.Tensor]] = [[] for _ in rows]
     chosen = torch.tensor(token_ids, device=model.device)
     for lengths, input_ids in segments(rows, segment_length, model.device):

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_txl import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer
 from hf_txl.reference.transformer_xl import SlowTransfoXL
 from hf_txl.scoring import TextScore, evaluate_stream, score_texts
+from hf_txl.scoring.surprisal import TextScorer
 from hf_txl.tokenization_transfo_xl import build_vocabulary
 
 # float64 models, float32 losses of order 1 to 10
@@ -213,6 +214,24 @@ def test_the_end_of_a_word_belongs_to_the_word(pieces: PreTrainedTokenizerFast) 
     assert place == len(ids)
     # the ends cancel but for the last one
     assert total == pytest.approx(score.total - end[-1].item() / math.log(2), abs=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(1, 0, 2, 1), (4,)])
+def test_a_scorer_goes_on_with_its_stream(sizes: tuple[int, ...], pieces: PreTrainedTokenizerFast) -> None:
+    """Ends of words, too, have the memory of the lists of texts before."""
+    model = model_of(pieces)
+    texts = ["the boats sank", "", " then the men", " swam, the mat"]
+    options: dict[str, Any] = {"memory": "running", "first_token_after": "<eos>"}
+    (whole,) = score_texts(model, pieces, ["".join(texts)], **options)
+    scorer, found, left = TextScorer(model, pieces, **options), [], list(texts)
+    for size in sizes:
+        found += scorer(left[:size])
+        del left[:size]
+    tokens = [token.surprisal for score in found for token in score.tokens]
+    assert tokens == pytest.approx([token.surprisal for token in whole.tokens], abs=NUMBERS)
+    words = [(word.word, word.surprisal) for score in found for word in score.words]
+    assert [word for word, _ in words] == [word.word for word in whole.words]
+    assert [bits for _, bits in words] == pytest.approx([word.surprisal for word in whole.words], abs=1e-4)
 
 
 # --- what is refused
