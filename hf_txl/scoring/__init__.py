@@ -11,22 +11,36 @@ up to itself, so results depend on `segment_length`.
 
 from .documents import classify_documents, embed_documents
 from .files import PRESETS, Evaluation, evaluate_files
+from .nbest import Hypothesis, Utterance, read_nbest
+from .rescoring import ContextScorer, ErrorRates, FusionWeights, error_rates, rescore, tune_weights
 from .sequences import score_continuations, score_sequences
+from .steps import StepScorer, StepState
 from .streams import StreamScore, evaluate_stream
 from .words import TextScore, TokenScore, WordScore, score_texts
 
 __all__ = [
     "PRESETS",
+    "ContextScorer",
+    "ErrorRates",
     "Evaluation",
+    "FusionWeights",
+    "Hypothesis",
+    "StepScorer",
+    "StepState",
     "StreamScore",
     "TextScore",
     "TokenScore",
+    "Utterance",
     "WordScore",
     "classify_documents",
     "embed_documents",
+    "error_rates",
     "evaluate_files",
     "evaluate_stream",
+    "read_nbest",
+    "rescore",
     "score_continuations",
     "score_sequences",
     "score_texts",
+    "tune_weights",
 ]
