@@ -98,16 +98,14 @@ class StepScorer:
         return StepState(state.memory.select(index), None if scores is None else scores[index.to(scores.device)])
 
     def merge(self, states: Sequence[StepState]) -> StepState:
-        """One state of the hypotheses of several states, in order."""
+        """One state of the hypotheses of several states, in order; `final` needs that all have read a token."""
         if not states:
             raise ValueError("`states` must hold at least one state, but is empty.")
         if len(states) == 1:
             return states[0]
         scores = [state.log_probabilities for state in states if state.log_probabilities is not None]
-        if len(scores) not in (0, len(states)):
-            raise ValueError("`states` must all have read a token, or none, but some have.")
         memory = TransfoXLMemory.concatenate([state.memory for state in states])
-        return StepState(memory, torch.cat(scores) if scores else None)
+        return StepState(memory, torch.cat(scores) if len(scores) == len(states) else None)
 
     def final(self, state: StepState) -> torch.Tensor:
         """Log-probabilities, in nats, float32 `(num_hypotheses,)`, that the hypotheses end here."""

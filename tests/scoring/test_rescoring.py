@@ -271,5 +271,8 @@ def test_wrong_states_and_tokens_are_refused() -> None:
         scorer.score([[1], [2]], start)
     with pytest.raises(ValueError, match="`eos_token_id` must be"):
         scorer.final(start)
-    with pytest.raises(ValueError, match="`states` must all have read"):
-        scorer.merge([start, scorer.init_state([1])])
+    ending = StepScorer(scorer.model, eos_token_id=2)
+    with pytest.raises(ValueError, match="`state` must have read a token"):
+        ending.final(ending.merge([start, scorer.init_state([1])]))
+    with pytest.raises(ValueError, match="`states` must hold"):
+        scorer.merge([])
