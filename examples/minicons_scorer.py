@@ -50,7 +50,12 @@ class RunningScorer(IncrementalLMScorer):
         self.last = torch.empty(0, dtype=torch.long)
 
     def token_score(
-        self, batch: str | list[str], surprisal: bool = False, prob: bool = False, base_two: bool = False, **kwargs: Any
+        self,
+        batch: str | list[str],
+        surprisal: bool = False,
+        prob: bool = False,
+        base_two: bool = False,
+        **kwargs: Any,
     ) -> list[list[tuple[str, float]]]:
         """`(token, score)` for each token of each sentence; 0 for the first token of a document."""
         prepared = self.prepare_text(batch, **kwargs)

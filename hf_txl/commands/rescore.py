@@ -30,7 +30,9 @@ def rescore(
     model: Annotated[str, typer.Argument(help="Folder or Hub id of a model with its tokenizer.")],
     file: Annotated[
         Path,
-        typer.Argument(help="n-best lists: ESPnet's .json, or NeMo's .tsv (text, score).", exists=True, dir_okay=False),
+        typer.Argument(
+            help="n-best lists: ESPnet's .json, or NeMo's .tsv (text, score).", exists=True, dir_okay=False
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="New file in the same format, best first.")],
     beam_size: Annotated[int | None, typer.Option(min=1, help="Rows of each utterance of a .tsv.")] = None,

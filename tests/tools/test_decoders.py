@@ -72,7 +72,9 @@ def icefall_scores(scorer: Any, texts: list[list[int]]) -> torch.Tensor:
 
 @pytest.mark.parametrize("context", [[], [3, 1, 4, 1, 2]])
 @pytest.mark.parametrize(("name", "search"), [("espnet_scorer", espnet_search), ("icefall_scorer", icefall_search)])
-def test_a_full_beam_finds_the_best_text(model: TransfoXLForCausalLM, name: str, search: Any, context: list[int]) -> None:
+def test_a_full_beam_finds_the_best_text(
+    model: TransfoXLForCausalLM, name: str, search: Any, context: list[int]
+) -> None:
     scorer = example(name).TransfoXLScorer(model, context_ids=context)
     text, score = search(scorer, SYMBOLS**STEPS)
     expected, expected_score = best_alone(model, context)
