@@ -3,8 +3,8 @@
     LM = TransfoXLScorer(TransfoXLForCausalLM.from_pretrained(folder), lm_scale=0.3)
     hypotheses = modified_beam_search_lm_shallow_fusion(model, encoder_out, lengths, sp, LM)
 
-It takes the place of `icefall.lm_wrapper.LmScorer` with the type `"transformer"`: the search passes the whole prefix of
-each hypothesis in every step. States are kept by prefix, so that only the newest token is read.
+It takes the place of `icefall.lm_wrapper.LmScorer` with the type `"transformer"`: the search passes the whole prefix
+of each hypothesis in every step. States are kept by prefix, so that only the newest token is read.
 """
 
 from collections import OrderedDict

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -86,7 +86,8 @@ def rescore(
         with loading(model):
             tokenizer = AutoTokenizer.from_pretrained(model)
             loaded = TransfoXLForCausalLM.from_pretrained(model)
-        options = {"context": context.value, "batch_size": batch_size, "segment_length": segment_length}
+        options: dict[str, Any] = {"context": context.value, "batch_size": batch_size}
+        options["segment_length"] = segment_length
         settings = {"mem_len": mem_len, "clamp_len": clamp_len, "same_length": same_length}
         options |= {name: value for name, value in settings.items() if value is not None}
         if development:
