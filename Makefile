@@ -17,8 +17,8 @@ PYTEST = $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadgroup
 DEFAULT := not slow and not full and not network
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-full test-all test-slow test-isa conformance matrix check style style-report docs \
-	docs-linkcheck lock lock-check build clean
+.PHONY: help venv demo test test-full test-all test-slow test-isa test-tools conformance matrix check style \
+	style-report docs docs-linkcheck lock lock-check build clean
 
 help:
 	@echo 'make demo       train, evaluate and sample a small model on the text in this repository (minutes)'
@@ -26,6 +26,7 @@ help:
 	@echo 'make test-all   those and the full set; make test-full  the full set alone'
 	@echo 'make test-slow  the tests marked slow'
 	@echo 'make test-isa   the tests of numbers as on processors with fewer instructions (minutes)'
+	@echo 'make test-tools  lm-eval, minicons and surprisal on our models, in an environment of their own'
 	@echo 'make conformance  the tests of the installed transformers on our classes; writes docs/conformance.md'
 	@echo 'make matrix     the tests that depend on other packages, for each Python, transformers and torch at hand'
 	@echo 'make check      ruff, formatting, mypy'
@@ -81,6 +82,9 @@ test-isa: $(READY)
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(PYTEST_ISA)
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(PYTEST_ISA)
 	$(PYTEST_ISA) -p tests.rounding
+
+test-tools: $(READY)
+	.ci/tools $(ARGS)
 
 # TRANSFORMERS_SOURCE=FOLDER names a checkout of the release's tag, for the tests that its distribution lacks
 conformance: $(READY)

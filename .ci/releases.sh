@@ -1,4 +1,5 @@
-# Sourced by `run` and `matrix`: the releases that are tested, read from where the project declares them.
+# Sourced by `run`, `matrix` and `tools`: the releases that are tested, read from where the project declares them, and
+# environments for others.
 
 declared() { sed -n "s/^ *\"$1>=\([0-9.]*\)\".*/\1/p" pyproject.toml; }
 tested() { sed -n "s/^$1==\([0-9.]*\).*/\1/p" constraints.txt; }
@@ -27,4 +28,17 @@ print(json.load(sys.stdin)["install"][0]["metadata"]["version"])' 2> /dev/null) 
             return
         fi
     done
+}
+
+# site_packages ENVIRONMENT: the absolute folder of its packages
+site_packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
+# behind_tested FOLDER: a new environment that sees the packages of .venv behind its own
+behind_tested() {
+    local tested own
+    rm -rf "$1"
+    .venv/bin/python -m venv --without-pip "$1"  # pip, too, is the one of .venv
+    tested=$(site_packages .venv)
+    own=$(site_packages "$1")
+    printf 'import site; site.addsitedir("%s")\n' "$tested" > "$own/tested.pth"
 }

@@ -11,10 +11,11 @@ from .commands.evaluate import evaluate
 from .commands.generate import generate
 from .commands.info import info
 from .commands.publish import publish
+from .commands.rescore import rescore
 from .commands.score import score
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
-for command in (demo, convert, info, generate, evaluate, score, build_tokenizer, publish):
+for command in (demo, convert, info, generate, evaluate, score, rescore, build_tokenizer, publish):
     app.command()(command)
 
 

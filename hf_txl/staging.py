@@ -1,4 +1,4 @@
-"""Output folders that are written beside their destination and renamed when they are complete."""
+"""Output folders and files that are written beside their destination and renamed when they are complete."""
 
 import os
 import shutil
@@ -85,4 +85,18 @@ def written_beside(folder: Path, check_replaceable: Callable[[Path], None]) -> I
                 parent.rmdir()
 
 
-__all__ = ["check_writable", "new_or_forced", "written_beside"]
+def write_file(path: Path, content: str) -> None:
+    """Write a text file in UTF-8, whole or not at all: beside its place, then moved there.
+
+    Raises:
+        OSError: if the folder is missing or cannot be written to.
+    """
+    staging = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        staging.write_text(content, encoding="utf-8", newline="")
+        os.replace(staging, path)
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+__all__ = ["check_writable", "new_or_forced", "write_file", "written_beside"]

@@ -12,27 +12,41 @@ up to itself, so results depend on `segment_length`.
 from .context import losses_by_context, relative_effective_context_length
 from .documents import classify_documents, embed_documents
 from .files import PRESETS, Evaluation, TextSize, evaluate_files
+from .nbest import Hypothesis, Utterance, read_nbest
+from .rescoring import ContextScorer, ErrorRates, FusionWeights, error_rates, rescore, tune_weights
 from .score_files import score_file
 from .sequences import score_continuations, score_sequences
+from .steps import StepScorer, StepState
 from .streams import StreamScore, evaluate_stream
 from .surprisal import TextScore, TokenScore, WordScore, score_texts
 
 __all__ = [
     "PRESETS",
+    "ContextScorer",
+    "ErrorRates",
     "Evaluation",
+    "FusionWeights",
+    "Hypothesis",
+    "StepScorer",
+    "StepState",
     "StreamScore",
     "TextScore",
     "TextSize",
     "TokenScore",
+    "Utterance",
     "WordScore",
     "classify_documents",
     "embed_documents",
+    "error_rates",
     "evaluate_files",
     "evaluate_stream",
     "losses_by_context",
+    "read_nbest",
     "relative_effective_context_length",
+    "rescore",
     "score_continuations",
     "score_file",
     "score_sequences",
     "score_texts",
+    "tune_weights",
 ]

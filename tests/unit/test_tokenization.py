@@ -419,7 +419,8 @@ sys.modules["hf_txl"] = None  # cannot be imported
 from transformers import AutoTokenizer
 result = {}
 for mode in sys.argv[3:]:
-    tokenizer = AutoTokenizer.from_pretrained(f"{sys.argv[1]}/{mode}")
+    # the folder holds the code of the model, not of the tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(f"{sys.argv[1]}/{mode}", trust_remote_code=True)
     encoded = tokenizer(sys.argv[2])
     ids, special = encoded["input_ids"], tokenizer.all_special_tokens
     result[mode] = [type(tokenizer).__name__, ids, tokenizer.decode(ids), sorted(encoded), special]
