@@ -192,7 +192,6 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
             **kwargs,
         }
         check_segments(segment_length, gradient_segments, options)
-        outputs = TransfoXLModelOutput()
         if segment_length is None:
             outputs = self.transformer(
                 input_ids=input_ids,
@@ -204,18 +203,14 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 **options,
             )
             states = outputs.last_hidden_state
-            mask = self._token_mask(input_ids, attention_mask, states)
-            pool = Pool(self.config.classifier_pooling)
-            pool.add(states, mask)
-            vectors = pool.result()
+            vectors = self._pool(states, self._token_mask(input_ids, attention_mask, states))
         else:
+            outputs = TransfoXLModelOutput()
             if not isinstance(inputs, torch.Tensor):
                 raise TypeError(f"`input_ids` must be a tensor, but is a {type(inputs).__name__}.")
             mask = self._token_mask(input_ids, attention_mask, inputs)
             pieces = pieces_of(inputs, mask, segment_length, gradient_segments)
-            memory = merge_caches(cache, past_key_values)
-            memory = self.init_memory(len(inputs)) if memory is None else memory
-            vectors = read_pieces(self.transformer, pieces, memory, self.config.classifier_pooling)
+            vectors = self._read(pieces, merge_caches(cache, past_key_values), len(inputs))
         logits = self.score(vectors)
 
         loss = None
@@ -230,6 +225,16 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
             attentions=outputs.attentions,
             **{CACHE_NAME: outputs[CACHE_NAME] if CACHE_NAME in outputs else None},
         )
+
+    def _pool(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        pool = Pool(self.config.classifier_pooling)
+        pool.add(states, mask)
+        return pool.result()
+
+    def _read(self, pieces: Iterator[Piece], memory: Any, batch_size: int) -> torch.Tensor:
+        """Pooled hidden states of texts in pieces, `(batch_size, d_model)`."""
+        memory = self.init_memory(batch_size) if memory is None else memory
+        return read_pieces(self.transformer, pieces, memory, self.config.classifier_pooling)
 
     def _token_mask(
         self, input_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, inputs: torch.Tensor

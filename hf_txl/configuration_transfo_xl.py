@@ -84,8 +84,7 @@ class TransfoXLConfig(PreTrainedConfig):
     Configuration of [`TransfoXLModel`] and its heads. The defaults describe the published WikiText-103 model.
 
     Args:
-        vocab_size (`int`, defaults to 267735):
-            Number of tokens; with clusters, ids must be sorted by decreasing frequency.
+        vocab_size (`int`, defaults to 267735): Number of tokens; with clusters, sorted by decreasing frequency.
         cutoffs (`list[int]`, *optional*):
             Ends of the vocabulary buckets, without 0 and without `vocab_size`. Tokens below the first cutoff form the
             shortlist; each further bucket is a cluster of rarer tokens. `[]` means a plain softmax. Default: the
@@ -103,11 +102,10 @@ class TransfoXLConfig(PreTrainedConfig):
             below become 2.
         pre_lnorm (`bool`, defaults to `False`): Normalise the input of each sublayer instead of its output.
         gating (`str`, *optional*):
-            Replaces residual sums by the gates of GTrXL ([Parisotto et al., 2019](https://arxiv.org/abs/1910.06764)),
-            after a ReLU of each sublayer: `"gru"`, `"output"`, `"highway"`, `"input"`, `"sigmoid_tanh"`, or
-            `"residual"` for the sum after the ReLU. Needs `pre_lnorm=True`.
-        gating_bias (`float`, defaults to 2.0):
-            Initial value of the gates' bias b_g. A positive one lets the layers begin close to the identity.
+            Gates of GTrXL ([Parisotto et al., 2019](https://arxiv.org/abs/1910.06764)) instead of residual sums, with
+            `pre_lnorm=True`: `"gru"`, `"output"`, `"highway"`, `"input"`, `"sigmoid_tanh"`, or `"residual"`: a ReLU
+            before the sum, no gate.
+        gating_bias (`float`, defaults to 2.0): Initial bias b_g of the gates; above 0, layers begin near the identity.
         n_layer (`int`, defaults to 18): Number of layers.
         mem_len (`int`, defaults to 1600): Number of positions M that the memory stores of earlier segments.
         clamp_len (`int`, defaults to 1000): Distances are clamped to this value; 0 or below: not clamped.
@@ -152,8 +150,7 @@ class TransfoXLConfig(PreTrainedConfig):
         ext_len (`int`, defaults to 0):
             Read from old files: number of tokens that evaluation repeats at the start of the next segment.
         classifier_pooling (`str`, defaults to `"last"`):
-            What [`TransfoXLForSequenceClassification`] classifies: the hidden state of the `"last"` token, or the
-            `"mean"` or `"max"` of all.
+            What a text is classified by: the hidden state of its `"last"` token, or the `"mean"` or `"max"` of all.
         save_code (`bool`, defaults to `True`):
             Whether `save_pretrained` and `push_to_hub` also write the code of the models and an `auto_map`, so that
             the folder loads with `trust_remote_code=True` where this package is not installed.

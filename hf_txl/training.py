@@ -175,10 +175,7 @@ class TransfoXLTrainer(TrainedModelCard, Trainer):
     def __init__(self, model: Any = None, args: Any = None, **settings: Any):
         if not isinstance(args, TransfoXLTrainingArguments):
             raise ValueError(f"`args` must be a `TransfoXLTrainingArguments`, but is a {type(args).__name__}.")
-        if args.gradient_segments != 1:
-            raise ValueError(f"`gradient_segments` must be 1 for a language model, but is {args.gradient_segments}.")
-        if settings.get("compute_metrics") is not None:
-            raise ValueError("`compute_metrics` must be None: evaluation computes losses and keeps no logits.")
+        _check_unused(args, settings)
         if model is not None or settings.get("model_init") is None:
             base = model.get_base_model() if hasattr(model, "get_base_model") else model
             if not isinstance(getattr(base, "_orig_mod", base), TransfoXLForCausalLM):
@@ -467,6 +464,14 @@ def _check_processes(args: TransfoXLTrainingArguments, is_sharded: bool) -> None
             "its memory. Start one process per GPU with `torchrun` or `accelerate launch`, or set "
             "`CUDA_VISIBLE_DEVICES`."
         )
+
+
+def _check_unused(args: TransfoXLTrainingArguments, settings: dict[str, Any]) -> None:
+    """Refuse what training of a language model would ignore."""
+    if args.gradient_segments != 1:
+        raise ValueError(f"`gradient_segments` must be 1 for a language model, but is {args.gradient_segments}.")
+    if settings.get("compute_metrics") is not None:
+        raise ValueError("`compute_metrics` must be None: evaluation computes losses and keeps no logits.")
 
 
 def _lay_out(dataset: Any, args: TransfoXLTrainingArguments, num_rows: int) -> TokenStreams | DocumentStreams:

@@ -89,6 +89,36 @@ class SlowMemory:
         return torch.stack(vectors) if vectors else torch.zeros(0, self.d_model, dtype=torch.float64)
 
 
+def join(model: SlowTransfoXL, layer: int, sublayer: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The residual sum, or a gate of Parisotto et al. 2019 (section 3.2) after the ReLU of figure 1."""
+    gating = getattr(model.config, "gating", None)
+    if gating is None:
+        return x + y
+    y = torch.relu(y)
+
+    def times(name: str, vector: torch.Tensor) -> torch.Tensor:
+        return model.layer_weight(layer, f"{sublayer}.gate.{name}.weight") @ vector
+
+    def bias() -> torch.Tensor:
+        return model.layer_weight(layer, f"{sublayer}.gate.gate_bias")
+
+    if gating == "residual":
+        return x + y
+    if gating == "input":
+        return torch.sigmoid(times("w", x)) * x + y
+    if gating == "output":
+        return x + torch.sigmoid(times("w", x) - bias()) * y
+    if gating == "highway":
+        carried = torch.sigmoid(times("w", x) + bias())
+        return carried * x + (1 - carried) * y
+    if gating == "sigmoid_tanh":
+        return x + torch.sigmoid(times("w", y) - bias()) * torch.tanh(times("u", y))
+    reset = torch.sigmoid(times("w_r", y) + times("u_r", x))
+    update = torch.sigmoid(times("w_z", y) + times("u_z", x) - bias())
+    candidate = torch.tanh(times("w_h", y) + times("u_h", reset * x))
+    return (1 - update) * x + update * candidate
+
+
 class SlowTransfoXL(NamedWeights):
     """Transformer-XL by loops over queries and keys.
 
@@ -223,37 +253,8 @@ class SlowTransfoXL(NamedWeights):
         inner = torch.relu(inner + self.layer_weight(layer, "pos_ff.CoreNet.0.bias"))
         inner = self.layer_weight(layer, "pos_ff.CoreNet.3.weight") @ inner
         inner = inner + self.layer_weight(layer, "pos_ff.CoreNet.3.bias")
-        result = self.join(layer, "pos_ff", vector, inner)
+        result = join(self, layer, "pos_ff", vector, inner)
         return result if self.config.pre_lnorm else self.layer_norm(result, norm_weight, norm_bias)
-
-    def join(self, layer: int, sublayer: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The residual sum, or a gate of Parisotto et al. 2019 (section 3.2) after the ReLU of figure 1."""
-        gating = getattr(self.config, "gating", None)
-        if gating is None:
-            return x + y
-        y = torch.relu(y)
-
-        def times(name: str, vector: torch.Tensor) -> torch.Tensor:
-            return self.layer_weight(layer, f"{sublayer}.gate.{name}.weight") @ vector
-
-        def bias() -> torch.Tensor:
-            return self.layer_weight(layer, f"{sublayer}.gate.gate_bias")
-
-        if gating == "residual":
-            return x + y
-        if gating == "input":
-            return torch.sigmoid(times("w", x)) * x + y
-        if gating == "output":
-            return x + torch.sigmoid(times("w", x) - bias()) * y
-        if gating == "highway":
-            carried = torch.sigmoid(times("w", x) + bias())
-            return carried * x + (1 - carried) * y
-        if gating == "sigmoid_tanh":
-            return x + torch.sigmoid(times("w", y) - bias()) * torch.tanh(times("u", y))
-        reset = torch.sigmoid(times("w_r", y) + times("u_r", x))
-        update = torch.sigmoid(times("w_z", y) + times("u_z", x) - bias())
-        candidate = torch.tanh(times("w_h", y) + times("u_h", reset * x))
-        return (1 - update) * x + update * candidate
 
     def layer_inputs(
         self, layer: int, vectors: list[torch.Tensor], memory: SlowMemory
@@ -270,7 +271,7 @@ class SlowTransfoXL(NamedWeights):
             inputs, seen = self.layer_inputs(layer, vectors, memory)
             memory.write(layer, vectors)
             attended, weights = self.attend(layer, inputs, seen, window_rule)
-            sums = [self.join(layer, "dec_attn", *each) for each in zip(inputs, attended, strict=True)]
+            sums = [join(self, layer, "dec_attn", *each) for each in zip(inputs, attended, strict=True)]
             if not self.config.pre_lnorm:
                 sums = [self.attention_norm(layer, vector) for vector in sums]
             vectors = [self.feed_forward(layer, vector) for vector in sums]
