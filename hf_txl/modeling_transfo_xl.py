@@ -486,8 +486,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             return Segment(config, inputs_embeds, attention_mask, starts=starts)
         if starts is not None:
             raise ValueError(
-                f"`cache` must be None or a `TransfoXLMemory` for rows of several texts, but is a "
-                f"{type(cache).__name__}, which keeps all texts."
+                f"`cache` must be None or a `TransfoXLMemory` where `position_ids`, `cu_seq_lens_q`, `seq_idx` or "
+                f"`reset_before` mark several texts, but is a {type(cache).__name__}, which keeps all texts."
             )
         return LibrarySegment(config, inputs_embeds, attention_mask, cache)
 
