@@ -50,7 +50,7 @@ from .outputs_transfo_xl import (
     TransfoXLModelOutput,
     TransfoXLSequenceClassifierOutput,
 )
-from .packed_texts_transfo_xl import text_starts
+from .packed_texts_transfo_xl import end_texts, text_starts
 from .segment_transfo_xl import Segment
 from .weights_transfo_xl import is_plain
 
@@ -626,10 +626,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         inputs = input_ids if input_ids is not None else inputs_embeds
         targets = self._targets(labels, shift_labels, inputs)
         if targets is not None and shift_labels is None and inputs is not None:
-            starts = text_starts(kwargs, inputs, attention_mask)
-            if starts is not None:
-                # the last token of a text is not scored on the first of the next
-                targets = targets.masked_fill(F.pad(starts[:, 1:], (0, 1)).to(targets.device), -100)
+            targets = end_texts(targets, text_starts(kwargs, inputs, attention_mask))
 
         outputs = self.transformer(
             input_ids=input_ids,

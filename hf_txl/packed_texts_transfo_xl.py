@@ -109,6 +109,13 @@ def text_numbers(starts: torch.Tensor, stored_length: int) -> torch.Tensor:
     return F.pad(starts.long().cumsum(1), (stored_length, 0), value=0)
 
 
+def end_texts(targets: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
+    """Targets `(B, Q)` without those of the last token of a text, which lie in the next one."""
+    if starts is None:
+        return targets
+    return targets.masked_fill(F.pad(starts[:, 1:], (0, 1)).to(targets.device), -100)
+
+
 def packed_layout(
     real: torch.Tensor, starts: torch.Tensor, window: int | None, mem_len: int, zero_start: bool
 ) -> AttentionLayout:
@@ -156,4 +163,4 @@ def packed_layout(
     )
 
 
-__all__ = ["packed_layout", "text_numbers", "text_starts"]
+__all__ = ["end_texts", "packed_layout", "text_numbers", "text_starts"]
