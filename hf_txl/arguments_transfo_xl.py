@@ -27,25 +27,21 @@ class Keyword(NamedTuple):
     accepts: tuple[Any, ...] | None = None
 
 
-PACKED = (
-    "each row is one text, and boundaries between packed texts are not supported. Give each text its own row, padded "
-    "on either side (`DataCollatorForLanguageModeling`, or `packing=False`)"
-)
-
 # the `TransformersKwargs` of transformers 5.18 to 5.24, and what `Trainer` adds
 KEYWORDS = {
     "output_hidden_states": Keyword("all hidden states are returned, or those whose indices are given"),
     "output_attentions": Keyword("attention probabilities are returned"),
     "num_items_in_batch": Keyword("divides the sum of the losses; the base model has no loss to divide"),
     "skip_logits": Keyword("logits over the vocabulary are left out; the other models have none"),
-    "position_ids": Keyword("compared with the order of the tokens, see `Segment.check_position_ids`"),
+    "position_ids": Keyword("texts of a packed row, or compared with the order of the tokens"),
     "is_causal": Keyword("attention of a Transformer-XL is causal", (True,)),
     "output_router_logits": Keyword("the model has no experts and no router", (False,)),
-    "cu_seq_lens_q": Keyword(PACKED, ()),
-    "cu_seq_lens_k": Keyword(PACKED, ()),
-    "max_length_q": Keyword(PACKED, ()),
-    "max_length_k": Keyword(PACKED, ()),
-    "seq_idx": Keyword(PACKED, ()),
+    "cu_seq_lens_q": Keyword("texts of a packed row, see `text_starts`"),
+    "cu_seq_lens_k": Keyword("the same texts"),
+    "max_length_q": Keyword("length of the longest text, which the attention here does not need"),
+    "max_length_k": Keyword("the same length"),
+    "seq_idx": Keyword("numbers of the texts of a packed row"),
+    "reset_before": Keyword("tokens that begin a text"),
 }
 
 

@@ -13,6 +13,7 @@ from .configuration_transfo_xl import TransfoXLConfig
 from .key_value_buffer_transfo_xl import check_keys, claim_slots, newest_positions
 from .layout_transfo_xl import AttentionLayout
 from .memory_transfo_xl import TransfoXLMemory
+from .packed_texts_transfo_xl import packed_layout, text_numbers
 from .segment_transfo_xl import Segment
 from .shared_prefix_transfo_xl import KeyValuePrefix
 
@@ -30,6 +31,7 @@ class MemorySegment(Segment):
         attention_mask (`torch.Tensor` of shape `(batch_size, query_length)`, *optional*): 0 for pads.
         memory (`TransfoXLMemory`): The memory.
         records_gradients (`bool`): Whether the call records gradients.
+        starts (`torch.Tensor` of shape `(batch_size, query_length)`, *optional*): Tokens that begin a text.
 
     Raises:
         ValueError: if batch size, device, dtype or shape of the memory do not fit the call, or it stores keys and
@@ -43,8 +45,9 @@ class MemorySegment(Segment):
         attention_mask: torch.Tensor | None,
         memory: TransfoXLMemory,
         records_gradients: bool,
+        starts: torch.Tensor | None = None,
     ):
-        super().__init__(config, inputs_embeds, attention_mask)
+        super().__init__(config, inputs_embeds, attention_mask, starts=starts)
         check_memory(memory, config, inputs_embeds)
         self.memory = self.cache = memory
         self.clamp_len = memory.clamp_len
@@ -53,16 +56,21 @@ class MemorySegment(Segment):
             memory.rows.may_share = False
         if self.mask is not None or not memory.rows.may_share:
             memory.rows.materialize()
-        # mask of the real positions of memory and segment, `(B, S + Q)`, and the permutation that right-aligns them;
-        # `None`: all tokens of the segment are real
-        self.real = self.order = None
+        # mask of the real positions of memory and segment, `(B, S + Q)`; of those to be stored, which belong to the
+        # last text of each row; and the permutation that right-aligns these; `None`: all tokens of the segment are
+        # real, and of one text
+        self.real = self.stays = self.order = None
         if self.mask is not None:
             stored_mask = memory.rows.real_mask()
             if stored_mask is None:
                 self.real = F.pad(self.mask, (memory.stored_length, 0), value=True)
             else:
                 self.real = torch.cat([stored_mask, self.mask], dim=1)
-            self.order = torch.argsort(self.real.int(), dim=1, stable=True)
+            self.stays = self.real
+            if starts is not None:
+                text = text_numbers(starts, memory.stored_length)
+                self.stays = self.real & (text == text[:, -1:])
+            self.order = torch.argsort(self.stays.int(), dim=1, stable=True)
         # tensors of each layer that replace the stored ones after the segment
         self.staged: list[dict[str, torch.Tensor]] = [{} for _ in memory.layers]
         # slots of the segment, and of memory and segment, where keys and values are appended in place: keys of layer
@@ -97,6 +105,8 @@ class MemorySegment(Segment):
     def layout(self) -> AttentionLayout:
         memory, stored_length, query_length = self.memory, self.memory.stored_length, self.query_length
         start_slots, zero_start = memory.start_slots, memory.memory_init == "zeros"
+        if self.real is not None and self.starts is not None:
+            return packed_layout(self.real, self.starts, memory.window, memory.mem_len, zero_start)
         if self.real is not None:
             lengths = memory.rows.lengths
             stored = torch.tensor(stored_length, device=self.device) if lengths is None else lengths
@@ -207,8 +217,10 @@ class MemorySegment(Segment):
     def end(self) -> None:
         rows, query_length = self.memory.rows, self.query_length
         kept = self._kept_length(rows.length, query_length)
-        if self.real is not None:
-            rows.lengths = self.real.sum(dim=1).clamp(max=self.memory.mem_len)
+        if self.stays is not None:
+            rows.lengths = self.stays.sum(dim=1).clamp(max=self.memory.mem_len)
+            if self.starts is not None:
+                rows.shortest = 0
         else:
             rows.shortest = self._kept_length(rows.shortest, query_length)
             if rows.lengths is not None:

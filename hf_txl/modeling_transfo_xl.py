@@ -49,6 +49,7 @@ from .outputs_transfo_xl import (
     TransfoXLCausalLMOutput,
     TransfoXLModelOutput,
 )
+from .packed_texts_transfo_xl import end_texts, text_starts
 from .segment_transfo_xl import Segment
 from .weights_transfo_xl import is_plain
 
@@ -338,7 +339,12 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 Whether to return all hidden states, or indices of those to return, with `None` in place of the others:
                 `[0]` is the input of the first layer, `[-1]` the last hidden state.
             position_ids (`torch.LongTensor` of shape `(batch_size, sequence_length)`, *optional*, a keyword):
-                Accepted only if equal to the positions that follow from the order of the real tokens; never needed.
+                Positions of the real tokens. Where they start again from 0 inside a row, a further text begins; other
+                positions than those that follow from the order of the tokens are errors.
+            reset_before (`torch.BoolTensor` of shape `(batch_size, sequence_length)`, *optional*, a keyword):
+                Tokens that begin a text: they and what follows attend to nothing before them, in a memory either, and
+                the memory keeps the last text of each row. `cu_seq_lens_q`, `cu_seq_lens_k`, `seq_idx` and
+                `position_ids` mark the texts of packed rows too; the first text of a row continues the memory.
 
         Returns:
             [`TransfoXLModelOutput`]: `last_hidden_state` `(batch_size, sequence_length, d_model)`, the cache,
@@ -373,6 +379,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             attention_mask,
             returns_cache=use_cache and not self.training,
             records_gradients=records_gradients,
+            starts=text_starts(kwargs, hidden_states, attention_mask),
         )
         if (position_ids := kwargs.get("position_ids")) is not None:
             segment.check_position_ids(position_ids)
@@ -435,6 +442,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         *,
         returns_cache: bool,
         records_gradients: bool,
+        starts: torch.Tensor | None,
     ) -> Segment:
         """The segment that starts a stream or continues `cache`."""
         config = self.config
@@ -450,7 +458,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 f"`model.init_memory(batch_size)` makes, but is one of {type(cache).__module__}."
             )
         if isinstance(cache, TransfoXLMemory):
-            return MemorySegment(config, inputs_embeds, attention_mask, cache, records_gradients)
+            return MemorySegment(config, inputs_embeds, attention_mask, cache, records_gradients, starts)
         if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             raise ValueError(
                 "`cache` must be a `TransfoXLMemory` under gradient checkpointing, but is a "
@@ -463,8 +471,9 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             )
         stores_keys = config.sliding_window > 1 and not config.is_absolute
         if cache is None:
-            if not (returns_cache and stores_keys):
-                return Segment(config, inputs_embeds, attention_mask)
+            # a cache of the library cannot forget the texts before the last
+            if not (returns_cache and stores_keys) or starts is not None:
+                return Segment(config, inputs_embeds, attention_mask, starts=starts)
             new_cache = new_cache_for(config, inputs_embeds.shape[1])
             segment = Segment(config, inputs_embeds, attention_mask, new_cache, writer_of(new_cache))
             mark_pads(new_cache, segment.mask)
@@ -476,7 +485,12 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             )
         if not stores_keys:
             logger.warning_once(f"`cache` is ignored, because nothing is stored with `mem_len={config.mem_len}`.")
-            return Segment(config, inputs_embeds, attention_mask)
+            return Segment(config, inputs_embeds, attention_mask, starts=starts)
+        if starts is not None:
+            raise ValueError(
+                f"`cache` must be None or a `TransfoXLMemory` where `position_ids`, `cu_seq_lens_q`, `seq_idx` or "
+                f"`reset_before` mark several texts, but is a {type(cache).__name__}, which keeps all texts."
+            )
         return LibrarySegment(config, inputs_embeds, attention_mask, cache)
 
     def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
@@ -615,6 +629,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         self._check_keywords(kwargs, also_known=("shift_labels",))
         inputs = input_ids if input_ids is not None else inputs_embeds
         targets = self._targets(labels, shift_labels, inputs)
+        if targets is not None and shift_labels is None and inputs is not None:
+            targets = end_texts(targets, text_starts(kwargs, inputs, attention_mask))
 
         outputs = self.transformer(
             input_ids=input_ids,

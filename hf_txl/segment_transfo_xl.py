@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from .arguments_transfo_xl import refuse_any
 from .configuration_transfo_xl import TransfoXLConfig, segment_window
 from .layout_transfo_xl import AttentionLayout
+from .packed_texts_transfo_xl import packed_layout
 from .positions_transfo_xl import PositionTable, grow_table, sinusoid_embeddings
 from .shared_prefix_transfo_xl import KeyValuePrefix
 
@@ -28,6 +29,7 @@ class Segment:
         attention_mask (`torch.Tensor` of shape `(batch_size, query_length)`, *optional*): 0 for pads.
         cache (*optional*): Cache that the call returns; the segment is appended to it.
         writer (*optional*): Appends keys and values to `cache`, see `key_value_writer`.
+        starts (`torch.Tensor` of shape `(batch_size, query_length)`, *optional*): Tokens that begin a text.
     """
 
     def __init__(
@@ -37,13 +39,17 @@ class Segment:
         attention_mask: torch.Tensor | None,
         cache: Any = None,
         writer: Any = None,
+        starts: torch.Tensor | None = None,
     ):
         self.config = config
         self.batch_size, self.query_length = inputs_embeds.shape[:2]
         self.device, self.dtype = inputs_embeds.device, inputs_embeds.dtype
         self.clamp_len = config.clamp_len
         self.cache, self._writer = cache, writer
+        self.starts = starts
         self.mask = self.real_tokens(attention_mask, 0)
+        if self.mask is None and starts is not None:
+            self.mask = torch.ones_like(starts)
 
     @property
     def key_value_writer(self) -> Any:
@@ -77,6 +83,8 @@ class Segment:
         zero_start = config.memory_init == "zeros"
         window = segment_window(config.mem_len, config.same_length, config.same_length_includes_oldest)
         start_slots = config.mem_len if zero_start else 0
+        if self.starts is not None and self.mask is not None:
+            return packed_layout(self.mask, self.starts, window, config.mem_len, zero_start)
         if self.mask is None:
             key_length = start_slots + self.query_length
             return AttentionLayout(self.query_length, key_length, start_slots, zero_start, window)
@@ -127,15 +135,20 @@ class Segment:
         # the position before the first real token, derived from each real token
         origin = position_ids.to(self.device) - real.long().cumsum(1)
         row_origin = origin.gather(1, real.int().argmax(1, keepdim=True))
-        wrong = ((origin != row_origin) & real).any(1)
+        misplaced = origin != row_origin
+        if self.starts is not None:
+            # texts after the first of a row count from 0
+            count = real.long().cumsum(1)
+            begin = (count * self.starts).cummax(1).values
+            misplaced = torch.where(begin > 0, position_ids.to(self.device) != count - begin, misplaced)
+        wrong = (misplaced & real).any(1)
         wrong |= real.any(1) & ~self.may_begin_at(row_origin.flatten() + 1)
         if wrong.any():
             row = int(wrong.int().argmax())
             values = position_ids.expand(self.batch_size, -1)[row].tolist()
             raise ValueError(
                 f"`position_ids` must number the real tokens of each row consecutively from {self.positions_begin()}, "
-                f"but is {values} in row {row}: each row is one text. Leave them out; instead of packing several texts"
-                " into a row, give each its own row, padded on either side."
+                f"and from 0 again where a further text begins, but is {values} in row {row}."
             )
 
     def may_begin_at(self, positions: torch.Tensor) -> torch.Tensor:

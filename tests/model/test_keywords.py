@@ -34,18 +34,19 @@ ROWS: dict[str, tuple[list[Any], list[Any]]] = {
     "skip_logits": ([False], []),
     "position_ids": (
         [COUNTING, COUNTING.expand(2, -1), COUNTING.int()],
-        [PACKED, COUNTING + 1, 2 * COUNTING, COUNTING.flip(1), COUNTING - 1, torch.zeros_like(COUNTING), COUNTING[0]],
+        [PACKED + 1, COUNTING + 1, 2 * COUNTING, COUNTING.flip(1), COUNTING - 1, COUNTING[0]],
     ),
     "is_causal": ([True], [False]),
     "output_router_logits": ([False], [True]),
-    "cu_seq_lens_q": ([], [ENDS]),
-    "cu_seq_lens_k": ([], [ENDS]),
-    "max_length_q": ([], [4]),
-    "max_length_k": ([], [4]),
-    "seq_idx": ([], [torch.tensor([[0, 0, 0, 0, 1, 1, 1]], dtype=torch.int32)]),
+    "cu_seq_lens_q": ([], [ENDS, ENDS + 7]),
+    "cu_seq_lens_k": ([], [ENDS, ENDS + 7]),
+    "max_length_q": ([4], []),
+    "max_length_k": ([4], []),
+    "seq_idx": ([], [COUNTING[:, :4]]),
+    "reset_before": ([torch.zeros(1, 7, dtype=torch.bool)], [COUNTING[:, :4] > 2, COUNTING]),
 }
-# a name of `Trainer`, which `generate` refuses itself as an argument of no model
-NOT_FOR_GENERATE = {"skip_logits"}
+# names of `Trainer` and of our own models, which `generate` refuses itself as arguments of no model
+NOT_FOR_GENERATE = {"skip_logits", "reset_before"}
 
 
 def same_output(actual: Any, expected: Any) -> None:
@@ -198,7 +199,7 @@ def test_positions_behind_a_memory_go_on_or_are_those_of_each_segment() -> None:
     for positions in (begin, goes_on):
         branch, plain = memory.select([0, 1]), memory.select([0, 1])
         same_output(model(ids, cache=branch, position_ids=positions), model(ids, cache=plain))
-    for wrong in (mixed, goes_on.flip(1), PACKED[:, :5]):
+    for wrong in (mixed, goes_on.flip(1)):
         with pytest.raises(ValueError, match=r"`position_ids` .*`memory.reset\(rows\)`"):
             model(ids, cache=memory.select([0, 1]), position_ids=wrong)
     # what the message says
@@ -254,15 +255,22 @@ TEXTS = [[1, 2, 3, 4], [5, 6, 7]]
 
 @pytest.mark.parametrize("marks", [{}, {"return_flash_attn_kwargs": True}, {"return_seq_idx": True}])
 @torch.no_grad()
-def test_packed_texts_are_refused(marks: dict[str, bool]) -> None:
-    """R02: the second text would be read behind the first."""
+def test_packed_texts_equal_the_texts_alone(marks: dict[str, bool]) -> None:
+    """R02."""
     model = make_model()
     batch = DataCollatorWithFlattening(return_tensors="pt", **marks)([{"input_ids": text} for text in TEXTS])
     marked = {*batch} - {"input_ids", "labels"}
     assert marked >= {"position_ids"}
-    for name in marked:
-        with pytest.raises(ValueError, match=f"`{name}` must .*own.*padded"):
-            model(batch["input_ids"], labels=batch["labels"], **{name: batch[name]})
+    alone = [model(torch.tensor([text])).logits[0] for text in TEXTS]
+    loss = torch.cat(
+        [model(torch.tensor([text]), labels=torch.tensor([text])).losses[0, :-1] for text in TEXTS]
+    ).mean()
+    for name in marked - {"max_length_q", "max_length_k"}:
+        for labels in (batch["labels"], batch["input_ids"]):
+            output = model(batch["input_ids"], labels=labels, **{name: batch[name]})
+            assert_close("logits", output.logits[0], torch.cat(alone), atol=1e-5)
+            assert_close("loss", output.loss, loss, atol=1e-5)
+    assert_close("loss", model(**batch).loss, loss, atol=1e-5)
 
 
 @torch.no_grad()
@@ -272,21 +280,25 @@ def test_one_text_alone_is_not_packed() -> None:
     same_output(model(**batch), model(batch["input_ids"], labels=batch["labels"]))
 
 
-def test_a_trainer_that_packs_stops_before_the_first_step(tmp_path: Path) -> None:
+def test_a_trainer_that_packs_trains_the_texts_one_by_one(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     args = TrainingArguments(
         output_dir=str(tmp_path),
         use_cpu=True,
-        max_steps=2,
+        max_steps=1,
+        logging_steps=1,
         per_device_train_batch_size=2,
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
     )
     rows = [{"input_ids": text} for text in TEXTS]
-    trainer = Trainer(make_model(), args, train_dataset=rows, data_collator=DataCollatorWithFlattening())
-    with pytest.raises(ValueError, match="`position_ids` must"):
-        trainer.train()
+    model = make_model()
+    with torch.no_grad():
+        losses = [model(torch.tensor([text]), labels=torch.tensor([text])).losses[0, :-1] for text in TEXTS]
+    trainer = Trainer(model, args, train_dataset=rows, data_collator=DataCollatorWithFlattening())
+    trainer.train()
+    assert_close("loss", torch.tensor(trainer.state.log_history[0]["loss"]), torch.cat(losses).mean(), atol=1e-4)
 
 
 @pytest.mark.parametrize("mask", [[[1, 1, 1, 1, 2, 2, 2]], [[0.0, 0.0, 0.0, -1e9, -1e9, 0.0, 0.0]], [[-1] * 7]])

@@ -56,10 +56,12 @@ FLAT = {
     },
     # it is built from the same configuration as the model, not from a dozen of its numbers
     "adaptive_softmax_transfo_xl": {"autograd_transfo_xl", "configuration_transfo_xl", "weights_transfo_xl"},
+    "packed_texts_transfo_xl": {"layout_transfo_xl"},
     "segment_transfo_xl": {
         "arguments_transfo_xl",
         "configuration_transfo_xl",
         "layout_transfo_xl",
+        "packed_texts_transfo_xl",
         "positions_transfo_xl",
         "shared_prefix_transfo_xl",
     },
@@ -75,6 +77,7 @@ FLAT = {
         "key_value_buffer_transfo_xl",
         "layout_transfo_xl",
         "memory_transfo_xl",
+        "packed_texts_transfo_xl",
         "segment_transfo_xl",
         "shared_prefix_transfo_xl",
     },
@@ -107,6 +110,7 @@ FLAT = {
         "memory_update_transfo_xl",
         "memory_transfo_xl",
         "outputs_transfo_xl",
+        "packed_texts_transfo_xl",
         "segment_transfo_xl",
         "weights_transfo_xl",
     },
