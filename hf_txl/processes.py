@@ -1,13 +1,14 @@
 """The processes that `torchrun` or `accelerate launch` started, or the only one."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+Item = TypeVar("Item")
 Made = TypeVar("Made")
 # others may have work left for long
 LONGEST_WAIT = timedelta(days=30)
@@ -27,6 +28,15 @@ class Processes:
         made = make() if self.index == 0 else None
         self.wait()
         return make() if made is None else made
+
+    def share(self, items: Sequence[Item], work: Callable[[Item], Made]) -> list[Made]:
+        """What `work` makes of each item, in order, in every process; each works on its part of the items."""
+        made = [work(item) for item in items[self.index :: self.number]]
+        if self.number == 1:
+            return made
+        parts: list[Any] = [None] * self.number
+        torch.distributed.all_gather_object(parts, made)
+        return [parts[index % self.number][index // self.number] for index in range(len(items))]
 
 
 def started_processes() -> Processes:

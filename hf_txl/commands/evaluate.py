@@ -38,10 +38,14 @@ def evaluate(
     plot: Annotated[Path | None, typer.Option(help="Plot the lengths that vary to this image file.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
 ) -> None:
-    """Measure perplexity and bits per token, word, character and byte of text files, with a memory."""
+    """Measure perplexity and bits per token, word, character and byte of text files, with a memory.
+
+    Under `torchrun` or `accelerate launch`, processes share the combinations of lengths.
+    """
     from transformers import AutoTokenizer
 
     from ..modeling_transfo_xl import TransfoXLForCausalLM
+    from ..processes import started_processes
     from ..scoring.files import evaluate_files, plot_evaluations
 
     with errors_as_messages():
@@ -54,7 +58,12 @@ def evaluate(
         with loading(model):
             tokenizer = AutoTokenizer.from_pretrained(model)
             loaded = TransfoXLForCausalLM.from_pretrained(model).eval()
-        evaluations = evaluate_files(loaded, tokenizer, files, preset=preset, batch_size=batch_size, **lengths)
+        processes = started_processes()
+        shown = {"preset": preset, "batch_size": batch_size, "progress": processes.index == 0}
+        loaded = loaded.to(processes.device)
+        evaluations = evaluate_files(loaded, tokenizer, files, processes=processes, **shown, **lengths)
+        if processes.index > 0:
+            return
         if plot is not None:
             plot_evaluations(evaluations, plot)
     if json_:

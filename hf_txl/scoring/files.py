@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ..modeling_transfo_xl import TransfoXLForCausalLM
+from ..processes import Processes
 from ..tokenization_transfo_xl import AUTO, decoding_utf8, encode_file
 from .streams import evaluate_stream
 
@@ -178,6 +179,7 @@ def evaluate_files(
     preset: str | None = None,
     batch_size: int = 1,
     progress: bool = True,
+    processes: Processes | None = None,
     **lengths: Any,
 ) -> list[Evaluation]:
     """Evaluate a model on text files, read one after the other as one stream of tokens.
@@ -189,6 +191,8 @@ def evaluate_files(
         preset (`str`, *optional*): A name in `PRESETS`: the original's lengths and rules for lines.
         batch_size (`int`, defaults to 1): Rows read in parallel, as for [`evaluate_stream`]; 1 is exact.
         progress (`bool`, defaults to `True`): Whether to show progress bars.
+        processes ([`~hf_txl.processes.Processes`], *optional*):
+            Processes that share the combinations of lengths and all call this function. Default: this one alone.
         lengths (*optional*):
             `segment_length`, `mem_len`, `clamp_len`, `same_length`, `memory_init`, each a value or a list of values,
             instead of the preset's. All combinations are evaluated. Defaults: segments of 128, otherwise the model's
@@ -216,13 +220,14 @@ def evaluate_files(
     lines = {} if rules is None else {"line_start": rules.line_start, "line_end": rules.line_end}
     ids, size = read_files(tokenizer, files, **lines)
     choices = [value if isinstance(value, list | tuple) else [value] for value in settings.values()]
-    evaluations = []
-    for values in product(*choices):
-        chosen = dict(zip(settings, values, strict=True))
-        score = evaluate_stream(model, ids, batch_size=batch_size, progress=progress, **chosen)
-        shown = {"preset": preset, **chosen, "batch_size": batch_size}
-        evaluations.append(Evaluation(shown, score.loss, score.predictions, score.seconds, size))
-    return evaluations
+    chosen = [dict(zip(settings, values, strict=True)) for values in product(*choices)]
+
+    def evaluate(lengths: dict[str, Any]) -> Evaluation:
+        score = evaluate_stream(model, ids, batch_size=batch_size, progress=progress, **lengths)
+        shown = {"preset": preset, **lengths, "batch_size": batch_size}
+        return Evaluation(shown, score.loss, score.predictions, score.seconds, size)
+
+    return [evaluate(each) for each in chosen] if processes is None else processes.share(chosen, evaluate)
 
 
 def plot_evaluations(evaluations: Sequence[Evaluation], file: str | Path) -> None:

@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +202,24 @@ def test_the_command_prints_a_table_or_json(folder: Path, file: Path, tmp_path: 
         found, evaluate_files(model, tokenizer, [file], mem_len=[0, 3], segment_length=4), strict=True
     ):
         assert row["nats_per_token"] == each.loss
+
+
+@pytest.mark.full
+def test_processes_share_the_lengths(folder: Path, file: Path) -> None:
+    """Two processes print what one does, once."""
+    arguments = ["evaluate", str(folder), str(file), "--mem-len", "0,3,9", "--segment-length", "4,5,7", "--json"]
+    code = "import sys; sys.argv[0] = 'hf-txl'; from hf_txl.cli import app; app()"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", sys.executable]
+    results = []
+    for start in ([], launch):
+        command = [sys.executable, *start, "-c", code, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+        results.append(
+            [{name: value for name, value in row.items() if name != "seconds"} for row in json.loads(done.stdout)]
+        )
+    assert len(results[0]) == 9 and results[0] == results[1]
 
 
 @pytest.mark.parametrize(
