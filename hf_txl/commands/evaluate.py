@@ -59,7 +59,7 @@ def evaluate(
             tokenizer = AutoTokenizer.from_pretrained(model)
             loaded = TransfoXLForCausalLM.from_pretrained(model).eval()
         processes = started_processes()
-        shown = {"preset": preset, "batch_size": batch_size, "progress": processes.index == 0}
+        shown: dict[str, Any] = {"preset": preset, "batch_size": batch_size, "progress": processes.index == 0}
         loaded = loaded.to(processes.device)
         evaluations = evaluate_files(loaded, tokenizer, files, processes=processes, **shown, **lengths)
         if processes.index > 0:
