@@ -36,6 +36,7 @@ ATTENTION_KINDS = {
 ABSOLUTE_KINDS = ("absolute_sinusoid", "absolute_learned")
 RELATIVE_KINDS = ("transformer_xl", "learned_relative", "shaw", "huang")
 MEMORY_INITS = ("empty", "zeros")
+SIZES = ("d_model", "d_embed", "n_head", "d_head", "d_inner", "n_layer")
 POOLINGS = ("last", "mean", "max")
 GATINGS = (None, "residual", "input", "output", "highway", "sigmoid_tanh", "gru")
 # fields whose default is derived from other fields
@@ -84,7 +85,8 @@ class TransfoXLConfig(PreTrainedConfig):
     Configuration of [`TransfoXLModel`] and its heads. The defaults describe the published WikiText-103 model.
 
     Args:
-        vocab_size (`int`, defaults to 267735): Number of tokens; with clusters, sorted by decreasing frequency.
+        vocab_size (`int`, defaults to 267735):
+            Number of tokens; with clusters, sorted by decreasing frequency. 0: the model reads `inputs_embeds` only.
         cutoffs (`list[int]`, *optional*):
             Ends of the vocabulary buckets, without 0 and without `vocab_size`. Tokens below the first cutoff form the
             shortlist; each further bucket is a cluster of rarer tokens. `[]` means a plain softmax. Default: the
@@ -491,9 +493,11 @@ def find_violations(config: TransfoXLConfig) -> Iterator[Violation]:
 
 
 def size_violations(config: TransfoXLConfig) -> Iterator[Violation]:
-    for name in ("vocab_size", "d_model", "d_embed", "n_head", "d_head", "d_inner", "n_layer"):
-        if getattr(config, name) < 1:
-            yield f"`{name}` must be at least 1, but is {getattr(config, name)}.", {}
+    for name, least in (("vocab_size", 0), *((name, 1) for name in SIZES)):
+        if getattr(config, name) < least:
+            yield f"`{name}` must be at least {least}, but is {getattr(config, name)}.", {}
+    if config.vocab_size == 0 and config.cutoffs:
+        yield f"`cutoffs` must be [] with `vocab_size=0`, but is {config.cutoffs}.", {}
     if config.div_val < 1:
         yield f"`div_val` must be at least 1, but is {config.div_val}.", {"div_val": 1}
     if config.d_model % 2:

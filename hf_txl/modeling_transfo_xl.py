@@ -227,18 +227,20 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         super().__setattr__(name, value)
 
     @property
-    def embeddings(self) -> AdaptiveEmbedding:
+    def embeddings(self) -> Any:
         """The input embedding with all its tables; peft looks it up as `embeddings.word_embeddings`."""
         base: Any = self.base_model
         return base.word_emb
 
-    def get_input_embeddings(self) -> nn.Module:
+    def get_input_embeddings(self) -> Any:
         """The module that maps token ids to `inputs_embeds`, `(…)` -> `(…, d_model)`, scale included.
 
         Returns:
             `nn.Module`: A [`ScaledEmbedding`] if there is one table of width `d_model`, else the
-            [`AdaptiveEmbedding`].
+            [`AdaptiveEmbedding`]; `None` with `vocab_size=0`.
         """
+        if self.embeddings is None:
+            return None
         return self.embeddings.emb_layers[0] if self.config.has_one_embedding else self.embeddings
 
     def set_input_embeddings(self, value: nn.Module) -> None:
@@ -278,6 +280,8 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         refuse_arguments(kwargs, RESIZING)
         if kwargs:
             raise TypeError(f"`resize_token_embeddings` takes no argument `{next(iter(kwargs))}`.")
+        if self.embeddings is None:
+            raise ValueError("`resize_token_embeddings` needs a vocabulary, but `vocab_size` is 0.")
         size = resized_size(self.config, new_num_tokens, pad_to_multiple_of)
         if size != self.config.vocab_size:
             resize_vocabulary(self.config, size, self.embeddings, getattr(self, "crit", None), mean_resizing)
@@ -292,7 +296,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
     def __init__(self, config: TransfoXLConfig):
         super().__init__(config)
         # published names
-        self.word_emb = AdaptiveEmbedding(config)
+        self.word_emb: Any = AdaptiveEmbedding(config) if config.vocab_size else None
         self.layers = nn.ModuleList([TransfoXLLayer(config, layer_idx) for layer_idx in range(config.n_layer)])
         self.drop = nn.Dropout(config.dropout)
         self.shares_biases = ATTENTION_CLASSES[config.attention_kind].has_biases and not config.untie_r
@@ -517,6 +521,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             # a copy, since a memory may store the input of the first layer
             return inputs_embeds.clone()
         assert input_ids is not None
+        if self.word_emb is None:
+            raise ValueError("`input_ids` must be None with `vocab_size=0`, but is given. Pass `inputs_embeds`.")
         check_ids("input_ids", input_ids, self.config.vocab_size)
         return self.word_emb(input_ids.long())
 
@@ -526,6 +532,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
 
     def __init__(self, config: TransfoXLConfig):
         super().__init__(config)
+        if config.vocab_size == 0:
+            raise ValueError("`vocab_size` must be at least 1 for a language model, but is 0.")
         self.transformer = TransfoXLModel(config)
         # published name
         self.crit = AdaptiveLogSoftmax(config)
