@@ -226,10 +226,10 @@ def test_an_impossible_value_set_later_is_refused_where_a_model_or_memory_is_mad
 # --- refused combinations
 
 REFUSED = [
-    *[
-        ({name: 0}, f"`{name}` must be at least 1, but is 0")
-        for name in ("vocab_size", "d_model", "d_embed", "n_head")
-    ],
+    *[({name: 0}, f"`{name}` must be at least 1, but is 0") for name in ("d_model", "d_embed", "n_head")],
+    ({"vocab_size": -1}, "`vocab_size` must be at least 0, but is -1"),
+    ({"vocab_size": 0}, r"`cutoffs` must be \[\] with `vocab_size=0`, but is \["),
+    ({"gating": "gru"}, "`pre_lnorm` must be True with `gating='gru'`, but is False"),
     *[({name: 0}, f"`{name}` must be at least 1, but is 0") for name in ("d_head", "d_inner", "n_layer")],
     ({"d_inner": -3}, "`d_inner` must be at least 1, but is -3"),
     ({"div_val": 0}, "`div_val` must be at least 1, but is 0"),
