@@ -15,7 +15,7 @@ from .token_ids import as_tokens
 TAGS = ["transfo-xl", "transformer-xl"]
 # training arguments that a card shows, if they are set
 SHOWN = (
-    *("layout", "segment_length", "mem_len", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps"),
+    *("layout", "segment_length", "mem_len", "learning_rate", "lr_scheduler_type", "warmup_steps"),
     *("max_grad_norm", "weight_decay", "optim", "seed", "bf16", "fp16"),
 )
 PLOT = "curves.png"

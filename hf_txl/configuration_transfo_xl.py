@@ -5,6 +5,8 @@ and keeps their names; further fields cover the differences between those implem
 reproduces each of them. Formulas follow [Dai et al., 2019](https://arxiv.org/abs/1901.02860).
 """
 
+import dataclasses
+import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -85,8 +87,7 @@ class TransfoXLConfig(PreTrainedConfig):
     Configuration of [`TransfoXLModel`] and its heads. The defaults describe the published WikiText-103 model.
 
     Args:
-        vocab_size (`int`, defaults to 267735):
-            Number of tokens; with clusters, sorted by decreasing frequency. 0: the model reads `inputs_embeds` only.
+        vocab_size (`int`, defaults to 267735): Number of tokens, the most frequent first; 0: only `inputs_embeds`.
         cutoffs (`list[int]`, *optional*):
             Ends of the vocabulary buckets, without 0 and without `vocab_size`. Tokens below the first cutoff form the
             shortlist; each further bucket is a cluster of rarer tokens. `[]` means a plain softmax. Default: the
@@ -104,9 +105,8 @@ class TransfoXLConfig(PreTrainedConfig):
             below become 2.
         pre_lnorm (`bool`, defaults to `False`): Normalise the input of each sublayer instead of its output.
         gating (`str`, *optional*):
-            Gates of GTrXL ([Parisotto et al., 2019](https://arxiv.org/abs/1910.06764)) instead of residual sums, with
-            `pre_lnorm=True`: `"gru"`, `"output"`, `"highway"`, `"input"`, `"sigmoid_tanh"`, or `"residual"`: a ReLU
-            before the sum, no gate.
+            Gates of GTrXL ([Parisotto et al., 2019](https://arxiv.org/abs/1910.06764)) for residual sums: `"gru"`,
+            `"output"`, `"highway"`, `"input"`, `"sigmoid_tanh"`, `"residual"` (a ReLU alone). Needs `pre_lnorm`.
         gating_bias (`float`, defaults to 2.0): Initial bias b_g of the gates; above 0, layers begin near the identity.
         n_layer (`int`, defaults to 18): Number of layers.
         mem_len (`int`, defaults to 1600): Number of positions M that the memory stores of earlier segments.
@@ -233,6 +233,7 @@ class TransfoXLConfig(PreTrainedConfig):
         warn_if_newer(kwargs.pop(VERSION_KEY, None))
         found = read_attn_type(self, kwargs.pop("attn_type", None))
         read_tying(self, kwargs)
+        refuse_misspelt(kwargs, [field.name for field in dataclasses.fields(type(self))])
         # sets the aliases of `attribute_map` too, so whatever depends on another field comes after
         super().__post_init__(**kwargs)
         derive_fields(self, kwargs.get("tgt_len"))
@@ -384,6 +385,19 @@ class TransfoXLConfig(PreTrainedConfig):
 
 
 # --- reading of old files
+
+
+def refuse_misspelt(arguments: Mapping[str, Any], fields: Iterable[str]) -> None:
+    """Refuse names that are almost those of a field; the library would keep them without effect.
+
+    Raises:
+        ValueError: with the name and the field.
+    """
+    known = set(fields)
+    for name in arguments:
+        if name not in known and (near := difflib.get_close_matches(name, known, n=2, cutoff=0.8)):
+            meant = " or ".join(f"`{each}`" for each in near)
+            raise ValueError(f"`{name}` must be a setting of the model, but is none; did you mean {meant}?")
 
 
 def read_attn_type(config: TransfoXLConfig, attn_type: Any) -> list[Violation]:

@@ -71,7 +71,8 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _parameters(folder: Path) -> dict[str, Any]:
     """Numbers of stored parameters: weights that are shared are stored once."""
-    files = sorted(folder.glob("*.safetensors"))
+    # beside weights, a checkpoint of a training holds memories
+    files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("memory-"))
     if not files:
         raise FileNotFoundError(f"{folder} must hold weights as safetensors, but holds no such file.")
     parts: Counter[str] = Counter()

@@ -103,7 +103,7 @@ def publish(
 
     Raises:
         ValueError: if the folder is not fit to be published (the message lists all reasons), `repo_id` is not the name
-            of a repository, or the repository exists and is public although `private` is `True`.
+            of a repository, or the repository exists with another visibility than `private` asks for.
         PermissionError: if there is no token, or it has no permission to write.
         OSError: if the upload was interrupted; publishing again continues it.
     """
@@ -166,6 +166,11 @@ def _create(api: HfApi, name: str, private: bool, branch: str) -> bool:
         raise ValueError(
             f"`private` must be False for {name}, which exists and is public, but is True. Make it private in its "
             "settings, choose another name, or publish it publicly (`--public`)."
+        )
+    if is_private and not private:
+        raise ValueError(
+            f"`private` must be True for {name}, which exists and is private, but is False (`--public`). Make it "
+            "public in its settings first, or publish it privately."
         )
     if branch not in {ref.name for ref in api.list_repo_refs(name).branches}:
         api.create_branch(name, branch=branch)
@@ -342,7 +347,10 @@ def _check_card(folder: Path) -> tuple[list[str], list[str]]:
         metadata = ModelCard.load(folder / "README.md").data
     except Exception as error:
         return [f"README.md: its metadata are not valid: {error}"], []
-    return [], [f"README.md names no {name}." for name in ("license", "library_name") if not metadata.get(name)]
+    notes = [f"README.md names no {name}." for name in ("license", "library_name") if not metadata.get(name)]
+    if "before you publish it" in " ".join((folder / "README.md").read_text(encoding="utf-8").split()):
+        notes.append("README.md still asks for the intended use and the data: please describe them.")
+    return [], notes
 
 
 __all__ = ["Publication", "check_folder", "files_to_upload", "publish"]

@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 
@@ -26,6 +27,10 @@ def errors_as_messages() -> Iterator[None]:
 @contextmanager
 def loading(name: str) -> Iterator[None]:
     """Turns the errors that damaged files raise, which may be of any kind, into one that names the model."""
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise FileNotFoundError(f"{name} must hold config.json, but does not: is a model saved there?")
+    if name.startswith((".", "/", "~")) and not Path(name).exists():
+        raise FileNotFoundError(f"{name} must be a folder, but does not exist.")
     try:
         yield
     except (ValueError, OSError, ImportError, RuntimeError):

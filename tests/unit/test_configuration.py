@@ -258,6 +258,21 @@ REFUSED = [
 ]
 
 
+MISSPELT = {
+    "mem_length": "`same_length` or `mem_len`",
+    "n_heads": "`n_head`",
+    "layer_norm_eps": "`layer_norm_epsilon`",
+    "cutoff": "`cutoffs`",
+}
+
+
+@pytest.mark.parametrize("name", MISSPELT)
+def test_misspelt_settings_are_refused_with_the_right_name(name: str) -> None:
+    """The library would store them, without effect."""
+    with pytest.raises(ValueError, match=f"`{name}` must be a setting.*did you mean .*{MISSPELT[name]}"):
+        TransfoXLConfig(**{name: 2})
+
+
 @pytest.mark.parametrize(("fields", "message"), REFUSED, ids=[str(fields) for fields, _ in REFUSED])
 def test_what_no_model_can_have_is_refused_with_the_numbers(fields: dict[str, Any], message: str) -> None:
     """C33 (cutoffs) and C41 (sampled softmax) among others: the argument, what it must be and what it is."""
