@@ -257,13 +257,4 @@ def plot_evaluations(evaluations: Sequence[Evaluation], file: str | Path) -> Non
     figure.savefig(file, dpi=150)
 
 
-__all__ = [
-    "PRESETS",
-    "Evaluation",
-    "Preset",
-    "TextSize",
-    "check_scorer",
-    "evaluate_files",
-    "plot_evaluations",
-    "read_files",
-]
+__all__ = ["PRESETS", "Evaluation", "TextSize", "evaluate_files"]

@@ -180,4 +180,4 @@ def _espnet_output(rank: int, hypothesis: Hypothesis) -> dict[str, Any]:
     return output
 
 
-__all__ = ["Hypothesis", "Utterance", "nbest_content", "read_nbest"]
+__all__ = ["Hypothesis", "Utterance", "read_nbest"]

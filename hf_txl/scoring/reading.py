@@ -54,6 +54,3 @@ def batches_by_length(texts: Sequence[torch.Tensor], batch_size: int) -> Iterato
     order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]
-
-
-__all__ = ["batches_by_length", "continuing", "inference", "segments", "token_lists"]

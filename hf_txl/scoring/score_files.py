@@ -210,4 +210,4 @@ def _model_hash(model: TransfoXLForCausalLM, tokenizer: Any) -> str:
     return _hash_of(chain((text.encode("utf-8", "surrogatepass") for text in texts), weights))
 
 
-__all__ = ["Block", "equal_blocks", "number_of_threads", "read_lines", "score_file", "stream_blocks"]
+__all__ = ["score_file"]

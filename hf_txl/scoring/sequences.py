@@ -184,4 +184,4 @@ def score_continuations(
     )
 
 
-__all__ = ["score_continuations", "score_sequences", "set_losses", "token_losses"]
+__all__ = ["score_continuations", "score_sequences"]

@@ -276,4 +276,4 @@ class TextScorer:
         return loss
 
 
-__all__ = ["TextScore", "TextScorer", "TokenScore", "WordScore", "score_texts"]
+__all__ = ["TextScore", "TokenScore", "WordScore", "score_texts"]

@@ -84,6 +84,3 @@ def write_parquet(lines: Path, output: Path, level: str) -> None:
 
 def _rounded(surprisal: float | None) -> float | None:
     return None if surprisal is None else round(surprisal, DIGITS)
-
-
-__all__ = ["COLUMNS", "FORMATS", "head_line", "table_lines", "text_rows", "write_parquet"]

@@ -82,6 +82,3 @@ def leading_space_tokens(tokenizer: Any) -> list[int]:
         return []
     found = [id_ for token, id_ in tokenizer.get_vocab().items() if token[:1] in ("Ġ", "▁")]
     return sorted(found) if len(found) > 1 else []
-
-
-__all__ = ["Token", "encode_text", "leading_space_tokens", "words_of"]

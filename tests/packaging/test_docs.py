@@ -14,6 +14,8 @@ import pytest
 from tests.packaging.public_api import ROOT, exported_names, module_files
 
 DOCS = ROOT / "docs"
+# packages that make the names of their modules public
+PLACES = ("hf_txl", "hf_txl.scoring")
 NOTEBOOKS = sorted(path.stem for path in (DOCS / "notebooks").glob("*.ipynb"))
 
 
@@ -70,7 +72,10 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     # values have no docstring, and the former name of a class is an assignment
     values = {name for name in public if name.rpartition(".")[2].isupper() or name.endswith("LMHeadModel")}
     assert len(public) > 50 and len(values) < len(public) / 5
-    assert sorted(public - values - set(shown)) == [], "a module of these names belongs in a page of docs/api"
+    # shown under the package that they are imported from
+    shown_there = {name for name in public if {f"{place}.{name.rpartition('.')[2]}" for place in PLACES} & set(shown)}
+    missing = sorted(public - values - set(shown) - shown_there)
+    assert missing == [], "a module of these names belongs in a page of docs/api"
 
 
 @pytest.mark.full
