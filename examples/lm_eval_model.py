@@ -13,8 +13,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
-from hf_txl.scoring import ContextScorer, score_sequences
-from hf_txl.scoring.reading import inference
+from hf_txl.scoring import ContextScorer, inference, score_sequences
 from hf_txl.tokenization_transfo_xl import encode_lines
 
 # of the memory; everything else is an argument of `HFLM`

@@ -14,8 +14,7 @@ import torch
 from minicons.scorer import IncrementalLMScorer
 
 from hf_txl import TransfoXLForCausalLM
-from hf_txl.scoring.reading import inference
-from hf_txl.scoring.sequences import token_losses
+from hf_txl.scoring import inference, token_losses
 
 
 class RunningScorer(IncrementalLMScorer):

@@ -13,9 +13,10 @@ from .context import losses_by_context, relative_effective_context_length
 from .documents import classify_documents, embed_documents
 from .files import PRESETS, Evaluation, TextSize, evaluate_files
 from .nbest import Hypothesis, Utterance, read_nbest
+from .reading import inference
 from .rescoring import ContextScorer, ErrorRates, FusionWeights, error_rates, rescore, tune_weights
 from .score_files import score_file
-from .sequences import score_continuations, score_sequences
+from .sequences import score_continuations, score_sequences, token_losses
 from .steps import StepScorer, StepState
 from .streams import StreamScore, evaluate_stream
 from .surprisal import TextScore, TokenScore, WordScore, score_texts
@@ -40,6 +41,7 @@ __all__ = [
     "error_rates",
     "evaluate_files",
     "evaluate_stream",
+    "inference",
     "losses_by_context",
     "read_nbest",
     "relative_effective_context_length",
@@ -48,5 +50,6 @@ __all__ = [
     "score_file",
     "score_sequences",
     "score_texts",
+    "token_losses",
     "tune_weights",
 ]

@@ -54,3 +54,6 @@ def batches_by_length(texts: Sequence[torch.Tensor], batch_size: int) -> Iterato
     order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]
+
+
+__all__ = ["inference"]

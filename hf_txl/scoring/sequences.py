@@ -184,4 +184,4 @@ def score_continuations(
     )
 
 
-__all__ = ["score_continuations", "score_sequences"]
+__all__ = ["score_continuations", "score_sequences", "token_losses"]
