@@ -123,3 +123,15 @@ def test_a_label_at_the_start_of_a_long_document_reaches_the_end() -> None:
     assert report["settings"]["document_length"] == 2000 and report["settings"]["label_words"] == 50
     text = (ROOT / "docs/results/README.md").read_text(encoding="utf-8")
     assert f"{memory:.1%}".replace("%", " %") in text and f"{alone:.1%}".replace("%", " %") in text
+
+
+def test_what_a_memory_is_worth_is_told_as_measured() -> None:
+    report = read("docs/results/context.json")
+    text = (ROOT / "docs/results/README.md").read_text(encoding="utf-8")
+    ratios = {row["length"]: row["ratio"] for row in report["speed"]}
+    assert f"1/{ratios[800]:.0f} of the time" in text and f"1/{ratios[3200]:.0f} at 3,200" in text
+    assert sorted(ratios.values()) == list(ratios.values())
+    assert set(report["effective"]["lengths"]["1.0"].values()) == {24, 16}
+    assert report["effective"]["lengths"]["0.1"] == {"transformer_xl": 16, "shaw": 8, "absolute_sinusoid": 8}
+    novel = report["by_memory"]["novel"]["transformer_xl"]
+    assert report["mem_lens"][novel.index(min(novel))] == 64
